@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from contextlib import closing
@@ -530,6 +531,29 @@ def test_a_client_that_goes_away_ends_its_request(run_client, slow, served_llm):
     # Neither answer was generated to its end.
     assert streamed - begin < LONG["max_tokens"]
     assert whole < LONG["max_tokens"]
+
+
+def posted(path, body):
+    """Bytes of a request."""
+    text = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
+    return head.encode() + b"\r\n\r\n" + text
+
+
+def test_a_client_that_has_sent_its_next_request_already_ends_the_one_before_it(run_client, slow, served_llm, caplog):
+    def client(url, llm):
+        address = urlsplit(url)
+        with closing(socket.create_connection((address.hostname, address.port))) as connection:
+            connection.sendall(posted(CHAT, {**LONG, "stream": True}) + posted(CHAT, LONG))
+            assert b" 200 " in connection.recv(4096)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert idle(llm)
+        return llm.stats().generation_tokens
+
+    begin = served_llm.engine.num_generated_tokens
+    _, end = run_client(client)
+    assert end - begin < LONG["max_tokens"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(run_client, slow):

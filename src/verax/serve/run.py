@@ -17,7 +17,7 @@ from typing import Any, cast
 import httptools
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from verax.errors import InvalidParameterError
 from verax.serve.app import create_app
@@ -57,6 +57,8 @@ class HttpProtocol(HttpToolsProtocol):
         """Newest bytes of the client."""
         self._overhead = 0
         """Bytes after the head that are not of a body: chunk extensions and trailers."""
+        self._served: RequestResponseCycle | None = None
+        """Request that is being answered; `cycle` is the newest one, which may wait for that."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin a connection."""
@@ -68,6 +70,9 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._header_timer is not None:
             self._header_timer.cancel()
+        if self._served is not None:  # uvicorn ends the newest request only
+            self._served.disconnected = True
+            self._served.message_event.set()
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
@@ -109,6 +114,10 @@ class HttpProtocol(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         """Close an unused connection."""
         self.timeout_keep_alive_task = self.loop.call_later(READ_FIRST, super().timeout_keep_alive_handler)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _unsupported_upgrade_warning(self) -> None:
         """Read on as if no other protocol had been asked for, as Java's client asks for HTTP/2.
