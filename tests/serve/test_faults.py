@@ -556,6 +556,31 @@ def test_a_client_that_has_sent_its_next_request_already_ends_the_one_before_it(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux cuts such a connection")
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_connection_of_a_client_that_does_not_read_ends_with_all_that_waits_for_it(serve, monkeypatch, stream):
+    def bind_small(settings):
+        listener = bind(settings)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listener
+
+    monkeypatch.setattr("tests.serve.conftest.bind", bind_small)
+    body = {"prompt": "a", "n": 8, "max_tokens": 100, "ignore_eos": True, "logprobs": 5, "stream": stream}
+    with serve(slow_client_timeout=0.5) as url, closing(socket.socket()) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        address = urlsplit(url)
+        connection.connect((address.hostname, address.port))
+        connection.sendall(posted(COMPLETE, body))
+        for _ in range(100):
+            time.sleep(0.1)
+            try:
+                connection.send(b"\r\n")
+            except ConnectionError:
+                break
+        else:
+            pytest.fail("the connection is still open")
+
+
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(run_client, slow):
     def client(url, llm):
         with httpx.Client(base_url=url) as api:

@@ -182,6 +182,10 @@ def bind(settings: ServerSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; connections inherit it
+        # A closed connection, too, would stay with what is buffered for it until its client reads that.
+        milliseconds = int(min(1000 * settings.slow_client_timeout, 1 << 30))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, milliseconds))
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:
