@@ -599,17 +599,31 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(run_client, s
     assert (status, code, name, last) == (0, 503, "draining", "data: [DONE]")
 
 
-def test_what_does_not_finish_in_time_is_aborted_and_says_so(run_client, slow):
+@pytest.mark.parametrize(("timeout", "signals"), [(0.0, 1), (60.0, 2)])
+def test_what_does_not_finish_in_time_or_until_a_second_signal_is_aborted_and_says_so(
+    run_client, slow, timeout, signals
+):
     def client(url, llm):
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json={**LONG, "stream": True}) as response:
+        with (
+            concurrent.futures.ThreadPoolExecutor() as pool,
+            httpx.stream("POST", f"{url}/v1/chat/completions", json={**LONG, "stream": True}) as response,
+        ):
             lines = response.iter_lines()
             next(lines)
+            whole = pool.submit(httpx.post, f"{url}/v1/chat/completions", json=LONG)
+            while llm.stats().num_requests_running < 2:
+                time.sleep(0.01)
+            for _ in range(signals - 1):
+                os.kill(os.getpid(), signal.SIGTERM)
+                while httpx.get(f"{url}/health").status_code == 200:  # two at once would be one
+                    time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGTERM)
-            return [line for line in lines if line][-1]
+            return [line for line in lines if line][-1], error_of(whole.result(), 503)
 
-    status, last = run_client(client, shutdown_timeout=0.0)
+    status, (last, error) = run_client(client, shutdown_timeout=timeout)
     assert status == 0
-    assert json.loads(last.removeprefix("data: "))["error"]["type"] in ("unavailable_error", "server_error")
+    assert json.loads(last.removeprefix("data: "))["error"] == error
+    assert error["code"] == "aborted"
 
 
 def test_an_address_in_use_is_an_error_that_names_the_port():

@@ -200,7 +200,7 @@ def bind(settings: ServerSettings) -> socket.socket:
 def run(server: Server, listener: socket.socket, on_start: Callable[[str], None] | None = None) -> int:
     """Serve until a signal ends it.
 
-    SIGTERM and SIGINT let running requests finish for `settings.shutdown_timeout` seconds; a second one ends at once.
+    SIGTERM and SIGINT let running requests finish for `settings.shutdown_timeout` seconds; a second one aborts them.
 
     `listener`: what `bind` gave; closed at the end. `on_start`: function that is called with the base URL once
     connections are accepted.
@@ -250,11 +250,15 @@ class _Process(uvicorn.Server):
         self._deadline: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end, at the first signal; end at once, at the second."""
-        if self._server.draining:
+        """Begin to end, at the first signal; abort what runs, at a second; leave everything, at a third."""
+        now = time.monotonic()
+        if not self._server.draining:
+            self._server.draining = True
+            self._deadline = now + self._server.settings.shutdown_timeout
+        elif self._deadline is None or self._deadline > now:
+            self._deadline = now
+        else:
             self.should_exit = self.force_exit = True
-        self._server.draining = True
-        self._deadline = time.monotonic() + self._server.settings.shutdown_timeout
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""
