@@ -215,6 +215,16 @@ def test_clips_beyond_the_limit_are_refused_and_leave_nothing(store):
         store.check_room()
 
 
+def test_an_image_of_which_a_part_fits_on_the_disk_is_refused_as_one_that_does_not(store, monkeypatch):
+    def save(file, array):  # NumPy's error has no code
+        raise OSError(f"{array.nbytes} requested and 4096 written")
+
+    monkeypatch.setattr(np, "save", save)
+    with pytest.raises(StorageFullError, match="the disk is full"):
+        store.keep("video_a", "image", NOISE)
+    assert not list(store.folder.iterdir())
+
+
 def test_the_colours_of_latents_are_found():
     mix = np.random.default_rng(1).standard_normal((3, 16))
 

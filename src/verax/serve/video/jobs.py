@@ -48,8 +48,8 @@ _SPRITE_SIDE = 160
 _SPRITES = 16
 """Frames of a sprite sheet, at even distances, in rows of four."""
 
-_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
-"""Codes of errors of a full disk, and of a full quota, which Windows has none of."""
+_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), None)
+"""Codes of errors of a full disk, of a full quota, which Windows has none of, and of NumPy, which gives none."""
 
 
 class StorageFullError(QueueFullError):
@@ -128,7 +128,7 @@ class ClipStore:
                 )
         except BaseException as error:
             self.remove(clip)
-            if getattr(error, "errno", None) in _FULL:
+            if isinstance(error, OSError) and error.errno in _FULL:
                 raise StorageFullError("storage: the disk is full") from error
             raise
 
