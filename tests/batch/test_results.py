@@ -1,5 +1,7 @@
 """The file of results, and the run that writes results in the order of the lines."""
 
+import errno
+import io
 import json
 
 import msgspec
@@ -52,6 +54,20 @@ def test_a_file_of_somebody_else_stays_unchanged(tmp_path, text, where, retry_er
     with pytest.raises(InvalidParameterError, match=f"notes.txt: {where} is not a result of this command"):
         ResultFile.open(path, AnswerLine, retry_errors=retry_errors)
     assert path.read_bytes() == text
+
+
+def test_nothing_follows_a_line_that_a_full_disk_cut_off():
+    class FullDisk(io.BytesIO):
+        def write(self, data):
+            if self.tell():
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data[:20])
+
+    output = ResultFile(FullDisk(), AnswerLine)
+    with pytest.raises(OSError, match="No space left"):
+        output.write(GOOD)
+    with pytest.raises(ValueError, match="closed file"):
+        output.write(GOOD)
 
 
 @pytest.mark.parametrize("retry_errors", [False, True])

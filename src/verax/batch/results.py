@@ -101,9 +101,13 @@ class ResultFile(Generic[R]):
     def write(self, line: R) -> None:
         """Append a line, with one write unless the system takes only a part of it."""
         rest = memoryview(msgspec.json.encode(line) + b"\n")
-        while rest:
-            rest = rest[self.file.write(rest) :]
-        self.file.flush()
+        try:
+            while rest:
+                rest = rest[self.file.write(rest) :]
+            self.file.flush()
+        except OSError:
+            self.file.close()  # a line after one that was cut off would make the file unreadable
+            raise
         if line.failed:
             self.counts.failed += 1
         else:
