@@ -238,6 +238,15 @@ def test_a_clip_is_written_next_to_the_output(run_batch, new_server, served_pipe
     assert "prompt" in bodies["wrong"]["error"]["message"]
 
 
+def test_a_clip_that_cannot_be_written_ends_the_batch_without_a_line(run_batch, new_server, served_pipeline, tmp_path):
+    pytest.importorskip("av")
+    (tmp_path / "out.clips").touch()
+    clip = line("clip", "/v1/videos", prompt="a red circle floats left", num_inference_steps=1)
+    with pytest.raises(FileExistsError):
+        run_batch([clip], server=new_server(pipeline=InstantPipeline(served_pipeline)))
+    assert answers_in(tmp_path / "out.jsonl") == []
+
+
 async def test_a_failure_is_raised_after_the_lines_before_it():
     class Failing(io.RawIOBase):
         def __iter__(self):

@@ -120,7 +120,7 @@ class BatchRun:
 
         Raises:
             EngineDeadError: if the text engine fails. The lines that it did not answer have no line in the output.
-            OSError: if the input cannot be read, or the output not be written.
+            OSError: if the input cannot be read, or the output or a clip not be written.
         """
         begin = time.perf_counter()
         try:
@@ -201,7 +201,7 @@ class BatchRun:
             answer = await self._send(request)
             if answer.status == QUEUE_FULL:
                 answer = await self._send_again(request, answer)
-        except EngineDeadError:
+        except (EngineDeadError, OSError):  # OSError: no clip can be written
             raise
         except Exception as error:  # of this line alone
             self._write(AnswerLine.failure(line_error(error), request.custom_id), size)
