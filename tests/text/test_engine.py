@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from dataclasses import replace
 
 import jax
@@ -60,6 +61,28 @@ def test_neither_a_crowd_nor_preemption_nor_others_that_run_change_a_token(model
     with few_blocks(llm, *blocks) as scheduler:
         assert tokens(generate(llm, PROMPTS, params)) == expected
     assert scheduler.num_preemptions > 0
+
+
+def test_an_interrupt_ends_a_call_after_its_step_and_the_engine_continues(model, monkeypatch):
+    llm, _ = model
+    expected = tokens(generate(llm, PROMPTS))
+
+    def interrupted(step):
+        def call(*arguments):
+            result = step(*arguments)
+            signal.raise_signal(signal.SIGINT)  # the slots and the cache among the arguments are gone
+            return result
+
+        return call
+
+    runner = llm.engine.runner
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_steps", {shape: interrupted(step) for shape, step in runner._steps.items()})
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, PROMPTS)
+    assert not llm.has_unfinished_requests
+    check_engine(llm.engine)
+    assert tokens(generate(llm, PROMPTS)) == expected
 
 
 def test_nothing_compiles_after_the_start(model):

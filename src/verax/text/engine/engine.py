@@ -9,8 +9,12 @@ read first.
 from __future__ import annotations
 
 import itertools
+import signal
+import threading
 import time
 from collections import abc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -39,6 +43,23 @@ from verax.text.step.step import Logprobs
 from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
 NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init, or a module without one)"
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Context in which Ctrl-C waits for its end: within a step, it would lose the arrays that the step takes over."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    received: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *interrupt: received.append(interrupt))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            handler(*received[0])
 
 
 class Engine:
@@ -236,6 +257,7 @@ class Engine:
         moved = dict.fromkeys([*self.advance(), *self._ended])
         return [self.pop_output(request) if request.finished else self.output(request) for request in moved]
 
+    @uninterrupted()
     @ops.use_earlier_programs()  # the programs of the start, whatever the caller has chosen since
     def advance(self) -> list[Request]:
         """`step` without building outputs: the requests that got tokens. Finished ones stay until `pop_output`."""
