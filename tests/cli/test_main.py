@@ -1,8 +1,10 @@
 """The command itself: help, versions, machine facts, and how it ends."""
 
+import gc
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -71,6 +73,23 @@ def test_an_interrupt_ends_with_130_and_no_traceback(run, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("verax.machine.fingerprint", interrupted)
+    done = run("info", "--no-measure")
+    assert (done.status, done.err) == (130, "interrupted\n")
+
+
+def test_an_interrupt_that_the_garbage_collector_drops_comes_again(run, monkeypatch):
+    def collected(phase, info):
+        if phase == "stop":
+            gc.callbacks.remove(collected)
+            raise KeyboardInterrupt
+
+    def work(*args, **kwargs):
+        gc.callbacks.append(collected)
+        gc.collect()
+        for _ in range(1000):
+            time.sleep(0.01)
+
+    monkeypatch.setattr("verax.machine.fingerprint", work)
     done = run("info", "--no-measure")
     assert (done.status, done.err) == (130, "interrupted\n")
 

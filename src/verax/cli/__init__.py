@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import io
 import logging
 import os
 import sys
+import threading
 import traceback
 from typing import Annotated, Any
 
@@ -97,6 +99,7 @@ def main() -> None:
     debug = "--debug" in arguments
     if debug:  # wherever it stands: people add it to the end of the line that failed
         arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
+    hook, sys.unraisablehook = sys.unraisablehook, _repeat_interrupt
     try:
         status = app(arguments, standalone_mode=False) or 0
         sys.stdout.flush()
@@ -114,9 +117,19 @@ def main() -> None:
         if debug:
             traceback.print_exc()
         status = _explain(str(error), 1)
+    finally:
+        sys.unraisablehook = hook
     if status == INTERRUPTED:
         sys.stderr.write("interrupted\n")
     sys.exit(status)
+
+
+def _repeat_interrupt(dropped: sys.UnraisableHookArgs) -> None:
+    """Interrupt again if Python drops an interrupt: JAX's callback of the garbage collector gets many of them."""
+    if issubclass(dropped.exc_type, KeyboardInterrupt):
+        threading.Timer(0.01, _thread.interrupt_main).start()  # later: in this function it would be dropped too
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 def _explain(message: str, status: int) -> int:
