@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from verax import ops
+from verax.ops.packed import PackedWeight
 from verax.ops.quantized import round_inputs
 
 
@@ -47,6 +48,18 @@ def test_inputs_become_integers_with_a_weight_that_rounds_them(implementation, s
         assert ops.linear.select(x, weight, bias).name == (implementation or "integers")
         y = ops.linear(x, weight, bias)
     np.testing.assert_allclose(y, integers @ w.T * scale + np.asarray(bias, np.float64), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "integers", None])
+@pytest.mark.parametrize("packed", [False, True])
+def test_derivatives_pass_inputs_that_become_integers(implementation, packed):
+    rng = np.random.default_rng(0)
+    x, w, wanted = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 64), (48, 64), (5, 48)))
+    weight = ops.quantize(w, 8, rounds_inputs=True)
+    given = PackedWeight.from_weight(weight) if packed and implementation is None else weight
+    with ops.use_implementations(**{} if implementation is None else {"linear": implementation}):
+        slope = jax.grad(lambda x: jnp.vdot(ops.linear(x, given), wanted))(x)
+    np.testing.assert_allclose(slope, wanted @ weight.dequantize(), rtol=1e-4, atol=1e-4)
 
 
 def test_small_weights_of_many_rows_are_joined():

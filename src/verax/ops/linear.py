@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from verax.ops._dispatch import Example, bfloat16, float32, operation
+from verax.ops._dispatch import Example, bfloat16, differentiated_as, float32, operation
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.packed import PackedWeight
 from verax.ops.pointwise import gelu
@@ -36,12 +36,13 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
 
     With a weight that rounds its inputs, these become integers of 8 bits on every platform, with a scale for each row
     of x; what they add up to is exact. A packed weight (`pack_weight`) gives what the weight itself gives.
+
+    Derivatives pass roundings of the inputs as if there were none.
     """
     if isinstance(weight, PackedWeight):
         weight = weight.unpacked()
     if _rounds_inputs(weight):
-        integers, scale = round_inputs(x)
-        x, weight = integers * scale, weight.dequantize()
+        x, weight = _rounded(x), weight.dequantize()
     elif isinstance(weight, Quantized):
         x, weight = x.astype(jnp.bfloat16).astype(jnp.float32), weight.dequantize()
     # HIGHEST matters to float32 weights only, where a GPU or TPU would otherwise multiply in TF32 or bfloat16.
@@ -171,9 +172,22 @@ def _rounds_inputs(weight: object) -> TypeGuard[QuantizedWeight]:
 def _linear_integers(
     x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
+    def product(x: Array, weight: QuantizedWeight, bias: Array | None) -> Array:
+        integers, scale = round_inputs(x)
+        sums = jnp.einsum("...d,fd->...f", integers, weight.values, preferred_element_type=jnp.int32)
+        return _add(sums.astype(jnp.float32) * scale * weight.scales[:, 0].astype(jnp.float32), bias)
+
+    return differentiated_as(linear.reference, product, x, weight, bias)
+
+
+@jax.custom_jvp
+def _rounded(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """Inputs as `round_inputs` leaves them. Their derivative is 1, as that of any rounding in this module."""
     integers, scale = round_inputs(x)
-    sums = jnp.einsum("...d,fd->...f", integers, weight.values, preferred_element_type=jnp.int32)
-    return _add(sums.astype(jnp.float32) * scale * weight.scales[:, 0].astype(jnp.float32), bias)
+    return integers.astype(jnp.float32) * scale
+
+
+_rounded.defjvps(lambda tangent, rounded, x: tangent.astype(rounded.dtype))
 
 
 def _is_reordered(x: object, weight: object, bias: object = None) -> bool:

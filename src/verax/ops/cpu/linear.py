@@ -252,10 +252,12 @@ def _accepts_integers(x: Any, weight: Any, bias: Any = None) -> bool:
 def _linear_native_integers(
     x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
-    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    last = jnp.zeros(0) if bias is None else bias.astype(jnp.float32)
-    scales = weight.scales[:, 0].astype(jnp.float32)
-    y = library.call("verax_gemm_int8", (len(rows), weight.shape[0]), rows, weight.values, scales, last)
+    def kernel(x: Array, weight: QuantizedWeight, bias: Array | None) -> Array:
+        last = jnp.zeros(0, jnp.float32) if bias is None else bias.astype(jnp.float32)
+        arrays = x.astype(jnp.float32), weight.values, weight.scales[:, 0].astype(jnp.float32), last
+        return library.call("verax_gemm_int8", (len(x), weight.shape[0]), *arrays)
+
+    y = differentiated_as(linear.reference, kernel, x.reshape(-1, x.shape[-1]), weight, bias)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
