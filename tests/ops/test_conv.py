@@ -140,6 +140,13 @@ def test_what_does_not_fit_is_refused(changes, message):
         ConvShape(**{"x": (1, 2, 4, 4, 3), "weight": (2, 3, 3, 3, 3), "stride": 1, "padding": 1, **changes})
 
 
+def test_integers_are_refused(unchecked):
+    images, weight = jnp.ones((1, 4, 4, 3)), jnp.ones((2, 3, 2, 2))
+    for x, w, name in ((images.astype(jnp.uint8), weight, "x"), (images, weight.astype(jnp.int8), "weight")):
+        with pytest.raises(InvalidParameterError, match=f"^{name}: expected floats"):
+            ops.conv2d(x, w)
+
+
 RNG = np.random.default_rng(0)
 T, C = 23, 5
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from verax import ops
+from verax.errors import InvalidParameterError
 from verax.ops.packed import PackedWeight
 from verax.ops.quantized import round_inputs
 
@@ -60,6 +61,12 @@ def test_derivatives_pass_inputs_that_become_integers(implementation, packed):
     with ops.use_implementations(**{} if implementation is None else {"linear": implementation}):
         slope = jax.grad(lambda x: jnp.vdot(ops.linear(x, given), wanted))(x)
     np.testing.assert_allclose(slope, wanted @ weight.dequantize(), rtol=1e-4, atol=1e-4)
+
+
+def test_plain_integers_are_not_taken_for_a_weight(unchecked):
+    for x in (jnp.ones((1, 32)), jnp.ones((300, 32))):
+        with pytest.raises(InvalidParameterError, match="weight: expected floats or a QuantizedWeight, got int8"):
+            ops.linear(x, jnp.ones((16, 32), jnp.int8))
 
 
 def test_small_weights_of_many_rows_are_joined():

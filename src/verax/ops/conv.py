@@ -55,7 +55,8 @@ def conv3d(
         cache: earlier frames, any number P of them.
 
     Raises:
-        InvalidParameterError: if shapes do not fit together, or the kernel does not fit the padded frames.
+        InvalidParameterError: for arrays that are not floats, or if shapes do not fit together, or the kernel does not
+            fit the padded frames.
     """
     return _convolve(x, weight, bias, cache, jnp.float32, stride=stride, padding=padding)
 
@@ -81,7 +82,8 @@ def conv2d(
         padding: zeros around each image; `((0, 1), (0, 1))` with stride 2 is the downsampling of Wan's video VAE.
 
     Raises:
-        InvalidParameterError: if shapes do not fit together, or the kernel does not fit the padded image.
+        InvalidParameterError: for arrays that are not floats, or if shapes do not fit together, or the kernel does not
+            fit the padded image.
     """
     return _convolve(x, weight, bias, None, jnp.float32, stride=stride, padding=padding)
 
@@ -167,6 +169,9 @@ def _convolve(
     x: Array, weight: Array, bias: Array | None, cache: Array | None, products: Any, **geometry: Unpack[Geometry]
 ) -> Array:
     shape = ConvShape(x.shape, weight.shape, cache=None if cache is None else cache.shape, **geometry)
+    for name, array in (("x", x), ("weight", weight)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise InvalidParameterError(f"{name}: expected floats, got {array.dtype}")
     if cache is not None:
         x = jnp.concatenate([cache.astype(x.dtype), x], axis=1)
     axes = "THW"[-len(shape.stride) :]

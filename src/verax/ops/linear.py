@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from verax.errors import InvalidParameterError
 from verax.ops._dispatch import Example, bfloat16, differentiated_as, float32, operation
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.packed import PackedWeight
@@ -38,6 +39,9 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
     of x; what they add up to is exact. A packed weight (`pack_weight`) gives what the weight itself gives.
 
     Derivatives pass roundings of the inputs as if there were none.
+
+    Raises:
+        InvalidParameterError: for an array of integers, which says nothing about their scales.
     """
     if isinstance(weight, PackedWeight):
         weight = weight.unpacked()
@@ -45,6 +49,8 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
         x, weight = _rounded(x), weight.dequantize()
     elif isinstance(weight, Quantized):
         x, weight = x.astype(jnp.bfloat16).astype(jnp.float32), weight.dequantize()
+    elif not jnp.issubdtype(weight.dtype, jnp.floating):
+        raise InvalidParameterError(f"weight: expected floats or a QuantizedWeight, got {weight.dtype}")
     # HIGHEST matters to float32 weights only, where a GPU or TPU would otherwise multiply in TF32 or bfloat16.
     y = jnp.einsum(
         "...d,fd->...f",
