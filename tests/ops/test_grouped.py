@@ -123,6 +123,12 @@ def test_gradients_equal_the_references(implementation):
     assert np.any(computed[1][1])
 
 
+def test_no_rows_have_a_gradient():
+    weights, groups = jnp.ones((4, 16, 32)), jnp.zeros((0, 2), jnp.int32)
+    slope = jax.grad(lambda weights: jnp.sum(ops.grouped_linear(jnp.ones((0, 1, 32)), weights, groups)))(weights)
+    np.testing.assert_array_equal(slope, jnp.zeros_like(weights))
+
+
 def test_few_rows_read_their_matrices_only():
     few, many = jnp.zeros((1, 2), jnp.int32), jnp.zeros((9, 2), jnp.int32)
     weights = jnp.zeros((8, 16, 32))

@@ -283,7 +283,8 @@ def _grouped(
     """Result of a kernel of `rows [M, D], weights, groups [R]`. A row that several groups share is not copied."""
 
     def reference(rows: Array, weights: Stack, groups: Array) -> Array:
-        return grouped_linear.reference(jnp.repeat(rows, groups.shape[0] // rows.shape[0], axis=0), weights, groups)
+        times = len(groups) // max(1, len(rows))
+        return grouped_linear.reference(jnp.repeat(rows, times, axis=0), weights, groups)
 
     leading = jnp.broadcast_shapes(x.shape[:-1], groups.shape)
     shared = x.ndim > 1 and x.shape[-2] == 1  # by the last of the axes
