@@ -186,6 +186,15 @@ def test_packed_short_convolutions_equal_separate_ones(packing, width):
         np.testing.assert_array_equal(last[n], left.astype(np.float32))
 
 
+def test_no_tokens_leave_the_inputs_of_each_sequence():
+    _, weight, states = short_arguments(4, sequences=3)
+    out, last = ops.short_convolution(
+        jnp.zeros((1, 0, C)), weight, initial_state=states, cu_seqlens=jnp.zeros(4, jnp.int32)
+    )
+    assert out.shape == (1, 0, C)
+    np.testing.assert_array_equal(last, states)
+
+
 @pytest.mark.parametrize("cut", [1, 2, 9, 22])
 def test_a_short_convolution_continues_from_where_it_stopped(cut):
     x, weight, state = short_arguments(4)

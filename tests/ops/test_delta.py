@@ -113,6 +113,14 @@ def test_no_tokens_leave_the_state():
         np.testing.assert_array_equal(final, state)
 
 
+def test_a_batch_of_no_sequences_has_no_results():
+    x = float32({name: a[:0] for name, a in inputs("gated_delta_rule").items()})
+    for mode in ("recurrent", "chunk", "auto"):
+        out, final = run("gated_delta_rule", x, mode=mode)
+        assert (out.shape, final.shape) == ((0, x["v"].shape[1], 4, 20), (0, 4, 12, 20))
+    assert jax.grad(lambda x: jnp.sum(ops.gated_delta_rule(**x)[0]))(x)["v"].shape == x["v"].shape
+
+
 TOKENS = 90
 PACKINGS = ([0, 1, 16, 32, 65, 90], [0, 40, 40, 41, 80, 83], [0, 0, 0, 0, 90, 90])
 """Sequences that end inside, at and just after a chunk of 16; empty ones; tokens after the last sequence."""

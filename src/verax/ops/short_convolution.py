@@ -44,6 +44,8 @@ def short_convolution(
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     x, taps = x.astype(jnp.float32), weight[:, 0].astype(jnp.float32)
     state = jnp.zeros((N, w, C), jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
+    if T == 0:
+        return x, state
     if cu_seqlens is None:
         whole = jnp.concatenate([state, x], axis=1)
         lagged = [taps[:, w - lag] * whole[:, w - lag : w - lag + T] for lag in range(1, w + 1)]
