@@ -121,6 +121,15 @@ def test_a_batch_of_no_sequences_has_no_results():
     assert jax.grad(lambda x: jnp.sum(ops.gated_delta_rule(**x)[0]))(x)["v"].shape == x["v"].shape
 
 
+def test_states_in_slots_may_be_numpys(unchecked):
+    x = float32({name: a[:, :1] for name, a in inputs("gated_delta_rule").items()})
+    states = np.random.default_rng(0).standard_normal((5, 4, 12, 20)).astype(np.float32)
+    slots = ops.StateSlots(jnp.asarray([3, 1]), jnp.asarray([False, False]))
+    _, after = ops.gated_delta_rule(**x, initial_state=states, slots=slots, output_final_state=True)
+    _, final = ops.gated_delta_rule(**x, initial_state=states[[3, 1]], output_final_state=True)
+    np.testing.assert_allclose(after[jnp.asarray([3, 1])], final, rtol=1e-6, atol=1e-6)
+
+
 TOKENS = 90
 PACKINGS = ([0, 1, 16, 32, 65, 90], [0, 40, 40, 41, 80, 83], [0, 0, 0, 0, 90, 90])
 """Sequences that end inside, at and just after a chunk of 16; empty ones; tokens after the last sequence."""

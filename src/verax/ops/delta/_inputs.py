@@ -92,8 +92,9 @@ class StateSlots(NamedTuple):
     def load(self, states: Float[Array, "S *D"]) -> Float[Array, "N *D"]:
         """States of the sequences, `[N, ...]`, out of the states of all slots, `[S, ...]`."""
         empty = self.fresh | (self.slot >= states.shape[0])
-        return jnp.where(empty.reshape(-1, *[1] * (states.ndim - 1)), 0.0, states.at[self.slot].get(mode="clip"))
+        taken = jnp.asarray(states).at[self.slot].get(mode="clip")
+        return jnp.where(empty.reshape(-1, *[1] * (states.ndim - 1)), 0.0, taken)
 
     def store(self, states: Float[Array, "S *D"], new: Float[Array, "N *D"]) -> Float[Array, "S *D"]:
         """States of all slots, with new states in the slots of the sequences."""
-        return states.at[self.slot].set(new, mode="drop")
+        return jnp.asarray(states).at[self.slot].set(new, mode="drop")
