@@ -115,6 +115,22 @@ def test_gradients_of_gradients():
         np.testing.assert_allclose(slope(x, mode="chunk"), slope(x, mode="recurrent"), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("choice", ["chunk", pytest.param("native", marks=needs_library)])
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
+def test_gradients_have_forward_derivatives(rule, choice):
+    x = float32(inputs(rule, B=1, T=18, H=1, HV=2, K=4, V=3))
+    products = []
+    for implementation in (choice, "reference"):
+
+        def loss(x):
+            return jnp.sum(jnp.sin(getattr(ops, rule)(**x)[0]))
+
+        with ops.use_implementations(delta_recurrence=implementation):
+            products.append(jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (x,))[1])(x))
+    for ours, theirs in zip(*map(jax.tree.leaves, products), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max())
+
+
 @needs_library
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "kda", "comba"])
 @pytest.mark.parametrize(("packing", "chunk_size"), [(None, None), (None, 32), ([0, 17, 17, 55, 60], None)])

@@ -231,7 +231,7 @@ def align(batch: int, tokens: int, size: int, cu_seqlens: Int[Array, "M"] | None
 # The matrices of the delta rule (`I + L`, L from products of keys) have small inverses but large powers when keys
 # repeat: Neumann series, repeated doubling and Newton's iteration multiply those powers and lose every digit. Here
 # inverses of diagonal blocks are joined pairwise, as in blocked substitution, by products of small matrices only.
-@jax.custom_vjp
+@jax.custom_jvp
 def unit_lower_inverse(lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
     """`(I + lower)^-1` for strictly lower triangular matrices; C is a power of two.
 
@@ -252,17 +252,10 @@ def _couples(C: int, level: int) -> np.ndarray:
     return (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
 
 
-def _forward(lower: Array) -> tuple[Array, Array]:
-    inverse = unit_lower_inverse(lower)
-    return inverse, inverse
-
-
-def _backward(inverse: Array, cotangent: Array) -> tuple[Array]:
-    transposed = jnp.swapaxes(inverse, -1, -2)
-    return (-jnp.tril(matmul(transposed, matmul(cotangent, transposed)), -1),)
-
-
-unit_lower_inverse.defvjp(_forward, _backward)
+@unit_lower_inverse.defjvp
+def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    inverse = unit_lower_inverse(*primals)
+    return inverse, -matmul(inverse, matmul(jnp.tril(tangents[0], -1), inverse))
 
 
 # One decode step: few tokens, unrolled, with one product of both keys with the state each. It is registered after the
