@@ -131,8 +131,8 @@ ADJUSTMENTS = [
     {"repetition_penalty": 1.7},
     {"presence_penalty": -0.5, "frequency_penalty": 0.5, "repetition_penalty": 0.6},
     {"num_prompt": 9, "presence_penalty": 1.0, "repetition_penalty": 2.0},
-    {"bias": {3: 5.0, 10: -np.inf, 2_000_000: 1.0}},
-    {"min_length": 8, "banned": [2, 6]},  # a row's length is below that
+    {"bias": {3: 5.0, 10: -np.inf, 2_000_000: 1.0, -1: 9.0}},
+    {"min_length": 8, "banned": [2, 6, -1]},  # a row's length is below that
     {"min_length": 4, "banned": [2, 6]},  # or not
     {"min_length": 99, "banned": [0, 1], "bias": {5: 2.0}, "repetition_penalty": 1.2, "num_prompt": 3},
 ]

@@ -100,9 +100,10 @@ def adjust(
         lambda: logits,
     )
     rows = jnp.arange(logits.shape[0])[:, None]
-    biased = penalized.at[rows, params.bias_ids].add(params.bias_values, mode="drop")
+    biased = penalized.at[rows, params.bias_ids].add(params.bias_values, mode="drop", wrap_negative_indices=False)
     early = lengths < params.int("min_length")
-    held = biased.at[rows, params.banned].add(jnp.where(early, -jnp.inf, 0.0)[:, None], mode="drop")
+    bans = jnp.where(early, -jnp.inf, 0.0)[:, None]
+    held = biased.at[rows, params.banned].add(bans, mode="drop", wrap_negative_indices=False)
     if mask is None:
         return held
     # Where a grammar allows nothing but the end, `min_tokens` gives way.
