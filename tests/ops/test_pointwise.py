@@ -111,6 +111,14 @@ def test_kernels_can_be_mapped_and_differentiated(operation):
 
 
 @each_form
+def test_a_bias_keeps_its_digits_next_to_a_weight_of_fewer(by):
+    x, weight, bias = arrays("layer_norm", (3, 40))
+    weight = weight.astype(jnp.bfloat16)
+    got = run(by, "layer_norm", x, weight, bias * 100) - run(by, "layer_norm", x, weight, bias * 0)
+    np.testing.assert_allclose(got, np.broadcast_to(bias * 100, (3, 40)), rtol=1e-5, atol=1e-4)
+
+
+@each_form
 def test_gelu_equals_its_definition(by):
     for shape in ((20_001,), (3, 7), (0, 8), (2, 40_000)):
         x = np.linspace(-12, 12, math.prod(shape), dtype=np.float32).reshape(shape)

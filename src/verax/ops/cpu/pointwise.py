@@ -82,8 +82,10 @@ def _layer_norm_native(
     residual: Float[Array, "*B D"] | None = None,
 ) -> Float[Array, "*B D"]:
     def kernel(x: Array, weight: Array, bias: Array, residual: Array | None) -> Array:
-        added = jnp.zeros(0) if residual is None else residual.astype(jnp.float32)
-        arrays = x.astype(jnp.float32), added, weight, bias.astype(weight.dtype)
+        added = jnp.zeros(0, jnp.float32) if residual is None else residual.astype(jnp.float32)
+        # The kernel takes both of one dtype: a float32 bias must not be rounded to the weight's bfloat16.
+        dtype = weight.dtype if bias.dtype == weight.dtype else jnp.float32
+        arrays = x.astype(jnp.float32), added, weight.astype(dtype), bias.astype(dtype)
         return library.call("verax_layer_norm", x.shape, *arrays, eps=np.float32(eps))
 
     def reference(x: Array, weight: Array, bias: Array, residual: Array | None) -> Array:
