@@ -118,6 +118,13 @@ def test_a_bias_keeps_its_digits_next_to_a_weight_of_fewer(by):
     np.testing.assert_allclose(got, np.broadcast_to(bias * 100, (3, 40)), rtol=1e-5, atol=1e-4)
 
 
+def test_jit_may_trace_eps(unchecked):
+    x, weight, bias = arrays("layer_norm", (3, 40))
+    np.testing.assert_allclose(jax.jit(ops.rms_norm)(x, weight, 1e-6), ops.rms_norm(x, weight, 1e-6), rtol=1e-6)
+    expected = ops.layer_norm(x, weight, bias, 1e-6)
+    np.testing.assert_allclose(jax.jit(ops.layer_norm)(x, weight, bias, 1e-6), expected, rtol=1e-5, atol=1e-6)
+
+
 @each_form
 def test_gelu_equals_its_definition(by):
     for shape in ((20_001,), (3, 7), (0, 8), (2, 40_000)):

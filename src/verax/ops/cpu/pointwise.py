@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -21,12 +22,13 @@ from verax.ops.rope import norm_rotary
 __all__: list[str] = []
 
 
-def _accepts(x: Any, weight: Any, *_: Any, residual: Any = None) -> bool:
-    return all(array is None or array.dtype in FLOATS for array in (x, weight, residual))
+def _accepts(eps: Any, *arrays: Any) -> bool:
+    # The kernels take eps as an attribute: a number that is known while tracing.
+    return not isinstance(eps, jax.Array) and all(array is None or array.dtype in FLOATS for array in arrays)
 
 
 def _accepts_rms(x: Any, weight: Any, eps: float, *, silu: bool = False, dtype: DTypeLike = jnp.float32) -> bool:
-    return _accepts(x, weight) and jnp.dtype(dtype) in FLOATS
+    return _accepts(eps, x, weight) and jnp.dtype(dtype) in FLOATS
 
 
 @rms_norm.implementation("native", **library.REQUIREMENTS, accepts=_accepts_rms)
@@ -47,7 +49,7 @@ def _rms_norm_native(
 
 def _accepts_rotary(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, eps: float) -> bool:
     same = cos.shape == sin.shape and cos.shape[:-1] == q.shape[:-2] == k.shape[:-2]
-    return same and _accepts(q, q_weight) and _accepts(k, k_weight) and cos.dtype == sin.dtype == jnp.float32
+    return same and _accepts(eps, q, q_weight, k, k_weight) and cos.dtype == sin.dtype == jnp.float32
 
 
 @norm_rotary.implementation("native", **library.REQUIREMENTS, accepts=_accepts_rotary)
@@ -70,7 +72,7 @@ def _norm_rotary_native(
 
 
 def _accepts_layer(x: Any, weight: Any, bias: Any, eps: float, residual: Any = None) -> bool:
-    return _accepts(x, weight, residual=residual)
+    return _accepts(eps, x, weight, residual)
 
 
 @layer_norm.implementation("native", **library.REQUIREMENTS, accepts=_accepts_layer)
