@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tests.support.attention import exact_attention, exact_paged_attention, paged_problem
 from verax import ops
+from verax.errors import InvalidParameterError
 from verax.ops.attention import CHUNK, MAX_SCORES, join_heads, own_results, spread_queries
 from verax.ops.tpu import attention as tpu
 
@@ -42,6 +43,23 @@ def test_a_query_sees_its_window_and_its_sink_only_and_scores_are_capped(impleme
     visible = (distance < window) & (distance >= 0 if causal else distance > -window)
     expected = [exact_attention(*rows, visible, **options) for rows in zip(q, k, v, strict=True)]
     np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("option", "value"), [("window", 0), ("window", -1), ("soft_cap", 0.0), ("soft_cap", -2.0)])
+def test_a_window_or_a_cap_that_is_not_above_zero_is_refused_by_every_implementation(option, value):
+    q, k, v = arrays(CHUNK + 1, CHUNK + 1)
+    pages = [jnp.zeros((3, 2, 4, 8))] * 2
+    calls = {
+        "attention": (q, k, v),
+        "paged_decode_attention": (q[0, :1], *pages, jnp.asarray([[1, 2]]), jnp.asarray([4])),
+        "paged_attention": (q[0, :1], *pages, jnp.asarray([[1, 2]]), jnp.asarray([4]), jnp.asarray([0, 1])),
+    }
+    for name, given in calls.items():
+        operation = ops.operations()[name]
+        names = {"reference", "chunked", "tiled"} & operation.implementations.keys()
+        for implementation in {operation.select(*given).name, *names}:
+            with pytest.raises(InvalidParameterError, match=f"^{option}: expected a number above 0"):
+                operation.implementations[implementation](*given, **{option: value})
 
 
 def test_chunks_keep_packed_sequences_apart():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from verax.errors import InvalidParameterError
 from verax.ops._dispatch import Example, float32, operation
 
 MASKED = -1e30
@@ -42,7 +43,11 @@ def attention(
         soft_cap: bound of the scores, which become `soft_cap * tanh(scores / soft_cap)` (Gemma 2, arXiv:2408.00118).
         sinks: score of one more key, for each query head, whose value is zero (gpt-oss, arXiv:2508.10925); neither
             `scale` nor `soft_cap` changes it.
+
+    Raises:
+        InvalidParameterError: for a window or a soft cap that is not above 0.
     """
+    check_scores(window, soft_cap)
     T, S = q.shape[1], k.shape[1]
     visible = _visible(jnp.arange(T) + (S - T), S, causal, window)
     if segments is not None:
@@ -90,6 +95,7 @@ def chunked_attention(
     if T <= CHUNK:
         return attention.reference(q, k, v, **options)
     causal, segments, window = options.get("causal", True), options.get("segments"), options.get("window")
+    check_scores(window, options.get("soft_cap"))
     chunks = -(-T // CHUNK)
     pad = chunks * CHUNK - T
     owners = None if segments is None else jnp.pad(segments, ((0, 0), (0, pad)))
@@ -107,6 +113,13 @@ def chunked_attention(
     # the copies of all layers before the first layer: half a gigabyte each for 57 frames at 544 x 960.
     rows = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, pad), (0, 0), (0, 0)))
     return lax.fori_loop(0, chunks, attend, rows)[:, :T]
+
+
+def check_scores(window: int | None, soft_cap: float | None) -> None:
+    """Raise for a window or a soft cap that is not above 0. Arrays are not checked."""
+    for name, value in (("window", window), ("soft_cap", soft_cap)):
+        if value is not None and not isinstance(value, jax.Array) and value <= 0:
+            raise InvalidParameterError(f"{name}: expected a number above 0, or None for none, got {value}")
 
 
 def _visible(positions: Int[Array, "T"], S: int, causal: bool, window: int | None) -> Bool[Array, "1 T S"]:

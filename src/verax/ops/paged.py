@@ -23,7 +23,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Float32, Int, Int8
 
 from verax.ops._dispatch import Example, bfloat16, float32, int32, operation
-from verax.ops.attention import MASKED, ScoreOptions, float32_product, soft_capped, softmax_with_sinks
+from verax.ops.attention import (
+    MASKED,
+    ScoreOptions,
+    check_scores,
+    float32_product,
+    soft_capped,
+    softmax_with_sinks,
+)
 
 # vLLM's float8 cache has a scale of 1.0. Here float8 has scales as int8 has. Relative error of attention over 2,000
 # random tokens, heads of 128: 0.063 with scales, 0.077 without; 0.070 and 0.31 for values of 0.002, which float8 can
@@ -215,7 +222,11 @@ def paged_attention(
 
     Returns:
         Float32. The reference holds `O(T W p)` keys; use it for small shapes.
+
+    Raises:
+        InvalidParameterError: for a window or a soft cap that is not above 0.
     """
+    check_scores(window, soft_cap)
     T, N, H = q.shape
     B, W = page_table.shape
     p = k_cache.shape[2]
@@ -328,6 +339,7 @@ def _attend_chunks(
     Only as many chunks are read as the longest sequence needs, whatever the width of the table, and none before the
     first window. A sink is a key before all others: the softmax begins with its score and no value.
     """
+    check_scores(window, soft_cap)
     k_cache, v_cache = caches
     B, K, G, H = grouped.shape
     p = k_cache.shape[2]

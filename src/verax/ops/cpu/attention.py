@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from verax.ops._dispatch import replaced_by
-from verax.ops.attention import ScoreOptions, attention
+from verax.ops.attention import ScoreOptions, attention, check_scores
 from verax.ops.cpu import library
 from verax.ops.paged import PagedBatch, Pages, QuantizedPages, paged_attention, paged_decode_attention, write_pages
 
@@ -48,6 +48,7 @@ def score_attributes(
 
     `sinks` are an array, which `listed_sinks` gives.
     """
+    check_scores(window, soft_cap)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     return {"scale": np.float32(factor), "window": np.int64(window or 0), "soft_cap": np.float32(soft_cap or 0)}
 
