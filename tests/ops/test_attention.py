@@ -62,6 +62,20 @@ def test_a_window_or_a_cap_that_is_not_above_zero_is_refused_by_every_implementa
                 operation.implementations[implementation](*given, **{option: value})
 
 
+def test_scale_and_soft_cap_can_be_learned(unchecked):
+    q, k, v = arrays(9, 9)
+    options = {"scale": 0.3, "soft_cap": 2.0}
+
+    def loss(options):
+        return jnp.sum(jnp.sin(ops.attention(q, k, v, **options)))
+
+    slopes = jax.jit(jax.grad(loss))(options)
+    for name, slope in slopes.items():
+        h = 1e-2
+        ends = [loss(options | {name: options[name] + step}) for step in (-h, h)]
+        np.testing.assert_allclose(slope, (ends[1] - ends[0]) / (2 * h), rtol=5e-3)
+
+
 def test_chunks_keep_packed_sequences_apart():
     q, k, v = arrays(600, 600)
     segments = jnp.asarray(np.repeat([[0, 1, 2], [3, 3, 4]], 200, axis=1))

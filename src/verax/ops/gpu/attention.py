@@ -57,7 +57,7 @@ def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, scale: Any = None, 
     sizes = H <= MAX_HEAD_DIM and H % HEAD_DIM_STEP == 0 and min(q.size, k.size) > 0
     # cuDNN counts causal keys from the first one, ops.attention from the last: the same for as many queries as keys.
     visible = all(mask is None for mask in masks.values()) and (not causal or q.shape[1] == k.shape[1])
-    return dtypes and sizes and visible and has_compute_capability(AMPERE)
+    return dtypes and sizes and visible and not isinstance(scale, jax.Array) and has_compute_capability(AMPERE)
 
 
 @attention.implementation("cudnn", platforms=("gpu",), accepts=_accepts, traits={"flash"})
