@@ -1,9 +1,11 @@
 """Choice of an implementation: by the call, by name, by environment; a warning when the choice is slow."""
 
 import logging
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -216,3 +218,32 @@ def test_a_function_in_an_operations_place_may_see_values_of_the_program_around_
 
     for x in (X, 2 * X):
         assert (jax.jit(around)(x) == x * x.sum()).all()
+
+
+def ones(*shape):
+    return jnp.ones(shape, jnp.float32)
+
+
+PAGED = ones(3, 2, 4, 8), ones(3, 2, 4, 8), jnp.asarray([[1, 2]]), jnp.asarray([7])
+CALLS = {
+    "linear": (ones(40, 64), ones(48, 64)),
+    "grouped_linear": (ones(40, 64), ones(1, 48, 64), jnp.zeros(40, jnp.int32)),
+    "layer_norm": (ones(3, 64), ones(64), ones(64)),
+    "conv2d": (ones(1, 5, 5, 3), ones(4, 3, 3, 3)),
+    "paged_attention": (ones(3, 2, 8), *PAGED, jnp.asarray([0, 3])),
+    "paged_decode_attention": (ones(1, 2, 8), *PAGED),
+}
+"""Calls whose implementations make arrays of their own."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_are_the_same_with_64_bits(name):
+    operation, given = ops.operations()[name], CALLS[name]
+    options = {"eps": 1e-6} if name == "layer_norm" else {}
+    for implementation in operation.supporting(*given, **options):
+        run = jax.jit(partial(implementation, **options))
+        plain = run(*given)
+        with jax.enable_x64(True):
+            wide = run(*given)
+        assert wide.dtype == plain.dtype == jnp.float32
+        np.testing.assert_allclose(wide, plain, rtol=1e-6)

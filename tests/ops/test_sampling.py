@@ -202,6 +202,14 @@ def test_only_what_truncation_keeps_is_drawn(by, option):
 
 
 @each_form
+def test_draws_are_the_same_with_64_bits(by):
+    logits = np.random.default_rng(0).standard_normal((len(OPTIONS), 600)) * 3
+    plain = draw(by, *sampling_arguments(logits, OPTIONS))
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(draw(by, *sampling_arguments(logits, OPTIONS)), plain)
+
+
+@each_form
 def test_a_row_does_not_depend_on_its_batch(by):
     rng = np.random.default_rng(1)
     options = OPTIONS + ADJUSTMENTS

@@ -35,7 +35,7 @@ def grouped_linear(x: Float[Array, "*#B D"], weights: Stack, groups: Int[Array, 
         return jnp.where((groups == index)[..., None], linear.reference(x, weight), y), None
 
     E, F, _ = weights.shape
-    zeros = jnp.zeros((*jnp.broadcast_shapes(x.shape[:-1], groups.shape), F))
+    zeros = jnp.zeros((*jnp.broadcast_shapes(x.shape[:-1], groups.shape), F), jnp.float32)
     return jax.lax.scan(add_group, zeros, (jnp.arange(E), weights))[0]
 
 

@@ -367,11 +367,12 @@ def _attend_chunks(
         update = float32_product("bkgs,bksh->bkgh", scaled.astype(v.dtype), v)
         return new_highest, total * shrink + weights.sum(-1), out * shrink[..., None] + update
 
-    highest = jnp.full((B, K, G), MASKED)
+    highest = jnp.full((B, K, G), MASKED, jnp.float32)
     if sinks is not None:  # rows are head by head, several of each
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(K, -1), K * G // sinks.size, axis=1)
         highest = jnp.broadcast_to(sinks, highest.shape)
-    start = (highest, jnp.full((B, K, G), float(sinks is not None)), jnp.zeros((B, K, G, H)))
+    total = jnp.full((B, K, G), sinks is not None, jnp.float32)
+    start = highest, total, jnp.zeros((B, K, G, H), jnp.float32)
     first = 0
     if window is not None:
         begin = jnp.where(last_visible >= 0, last_visible - (window - 1), num_keys)
@@ -425,7 +426,7 @@ def _paged_attention_tiled(
         # Rows past this sequence's end belong to the next one, whose tile comes later and writes them again.
         return lax.dynamic_update_slice_in_dim(out, result, first, axis=0)
 
-    out = lax.fori_loop(0, num_tiles, body, jnp.zeros((T + tile, K, G, H)))
+    out = lax.fori_loop(0, num_tiles, body, jnp.zeros((T + tile, K, G, H), jnp.float32))
     return out[:T].reshape(T, N, H)
 
 

@@ -51,7 +51,7 @@ def uniform(seed: UInt[Array, "B 2"], position: Int[Array, "B"]) -> Float[Array,
 
     def one(words: UInt[Array, "2"], at: Int[Array, ""]) -> Float[Array, ""]:
         key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), at)
-        return jax.random.uniform(key)
+        return jax.random.uniform(key, dtype=jnp.float32)
 
     return jax.vmap(one)(seed, position)
 

@@ -226,7 +226,7 @@ def _product(
     else:
         matrix = weight
     x = x.astype(jnp.float32 if matrix.dtype == jnp.float32 else jnp.bfloat16)
-    last = (jnp.zeros(0) if one is None else one.astype(jnp.float32) for one in (scales, bias))
+    last = (jnp.zeros(0, jnp.float32) if one is None else one.astype(jnp.float32) for one in (scales, bias))
     shape = x.shape[0], weight.shape[0]
     return library.call("verax_gemm", shape, x, matrix, *last, block_kind=np.int64(kind))
 
@@ -353,7 +353,7 @@ def _arrays(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> 
     """Panels, scales and bias of each weight, where an empty array stands for none."""
     arrays = list[Array]()
     for weight, bias in zip(weights, biases, strict=True):
-        last = (jnp.zeros(0) if one is None else one.astype(jnp.float32) for one in (weight.scales, bias))
+        last = (jnp.zeros(0, jnp.float32) if one is None else one.astype(jnp.float32) for one in (weight.scales, bias))
         arrays += [weight.cells, *last]
     return arrays
 

@@ -101,7 +101,7 @@ def hierarchical_gated_delta_rule(
     if coupling_interval < 1:
         raise InvalidParameterError(f"coupling_interval: expected at least 1 token, got {coupling_interval}")
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    real = jnp.full((B,), T) if lengths is None else lengths
+    real = jnp.full((B,), T, jnp.int32) if lengths is None else lengths
     alive = (jnp.arange(T) < real[:, None])[..., None]
     q, k = l2_normalize(q), l2_normalize(k)
     beta = jnp.where(alive, beta, 0).astype(dtype)
@@ -156,7 +156,7 @@ def hierarchical_gated_delta_rule(
     a = (0.5 + 0.3 * phi)[..., None]
     fast, slow = (gate.astype(dtype)[..., None] for gate in gates)
     out = a * fast * out[..., 0, :] + (1 - a) * slow * out[..., 1, :]
-    return out, state._replace(position=ends % coupling_interval) if output_final_state else None
+    return out, state._replace(position=(ends % coupling_interval).astype(jnp.int32)) if output_final_state else None
 
 
 def _mixed(state: HierarchicalState, full: Array, coupling_interval: int, flux: ResonanceFlux) -> HierarchicalState:
