@@ -140,11 +140,6 @@ def test_decode_attention_equals_dense_attention_in_float64(by, heads, p, dtype)
 WINDOWS = [((1, 16, 70, 600), "float32"), ((16, 512), "bfloat16"), ((1, 512), "int8")]
 
 
-def unread(by, pages):
-    """Pages whose first one, in the place of freed ones, turns what reads it into NaN, or into large numbers."""
-    return with_nan_in_page_0(pages) if by in NATIVE else pages
-
-
 @pytest.mark.parametrize(("by", "windows", "dtype"), by_each(("reference", "tiled"), WINDOWS[:1], WINDOWS))
 def test_no_key_outside_of_a_window_is_read(by, windows, dtype):
     lengths, counts = [1100, 9, 513, 700, 0, 400], [1, 1, 2, 200, 0, 400]
@@ -153,7 +148,7 @@ def test_no_key_outside_of_a_window_is_read(by, windows, dtype):
         (q, *pages), floats, table, *rest = problem(3, lengths, counts, dtype, heads, p=16)
         expected = exact_paged_attention(floats, table, *rest, window=window)
         freed = without_pages_before_the_window(window, table, *rest, 16)
-        assert_close(by, attend(by, q, *unread(by, pages), freed, *rest, window=window), expected, dtype)
+        assert_close(by, attend(by, q, *with_nan_in_page_0(pages), freed, *rest, window=window), expected, dtype)
 
 
 @pytest.mark.parametrize(("by", "windows", "dtype"), by_each(("reference", "chunked"), WINDOWS[:1], WINDOWS))
@@ -161,7 +156,7 @@ def test_a_decode_step_sees_its_window_only(by, windows, dtype):
     for window in windows:
         heads = (6, 2, 64) if by in NATIVE else (4, 2, 8)
         (q, *rest), expected = decode_problem(heads, 16, dtype, (1, 15, 0, 64, 65, 511, 512, 513, 1500), window)
-        out = attend(by, q, *unread(by, rest[:2]), *rest[2:], window=window)
+        out = attend(by, q, *with_nan_in_page_0(rest[:2]), *rest[2:], window=window)
         assert_close(by, out, expected, dtype)
 
 
