@@ -76,6 +76,20 @@ def test_scale_and_soft_cap_can_be_learned(unchecked):
         np.testing.assert_allclose(slope, (ends[1] - ends[0]) / (2 * h), rtol=5e-3)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize("options", [{}, {"window": 3, "causal": False}, {"sinks": jnp.zeros(4)}])
+def test_queries_that_see_no_key_give_zeros_and_no_gradient(implementation, options):
+    T, S = CHUNK + 9, CHUNK
+    q, k, v = arrays(T, S)
+    blind = 9 if "window" not in options else 9 - 2
+    with ops.use_implementations(attention=implementation):
+        out, pull = jax.vjp(lambda *arrays: ops.attention(*arrays, **options), q, k, v)
+        np.testing.assert_array_equal(out[:, :blind], 0)
+        assert np.all(np.abs(out[:, blind:]).max((1, 2, 3)) > 0)
+        for slope in pull(jnp.zeros_like(out).at[:, :blind].set(1)):
+            np.testing.assert_array_equal(slope, 0)
+
+
 def test_chunks_keep_packed_sequences_apart():
     q, k, v = arrays(600, 600)
     segments = jnp.asarray(np.repeat([[0, 1, 2], [3, 3, 4]], 200, axis=1))

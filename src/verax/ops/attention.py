@@ -13,7 +13,8 @@ from verax.errors import InvalidParameterError
 from verax.ops._dispatch import Example, float32, operation
 
 MASKED = -1e30
-"""Score of a masked key, which no softmax notices. Not -inf: a row without visible keys must not become NaN."""
+"""Score of a masked key, which no softmax notices. Not -inf: a row without visible keys, which gives 0, must not have
+a gradient of NaN."""
 
 
 @operation
@@ -31,7 +32,8 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Attention of T queries over S keys; query head n reads key/value head `n // (N / K)`. Float32 out.
 
-    Scores and softmax are float32; both products take inputs of the dtype of `k`. Memory is `O(B N T S)`.
+    Scores and softmax are float32; both products take inputs of the dtype of `k`. Memory is `O(B N T S)`. A query that
+    sees no key, as the first T - S of more causal queries than keys, gives 0.
 
     Args:
         q, k, v: queries, keys and values.
@@ -52,7 +54,7 @@ def attention(
     visible = _visible(jnp.arange(T) + (S - T), S, causal, window)
     if segments is not None:
         visible &= segments[:, :, None] == segments[:, None, :]
-    return _attend(q, k, v, visible, scale, soft_cap, sinks)
+    return _attend(q, k, v, visible, scale, soft_cap, sinks, may_see_nothing=T > S)
 
 
 CHUNK = 256
@@ -106,7 +108,8 @@ def chunked_attention(
         if segments is not None and owners is not None:
             visible &= lax.dynamic_slice_in_dim(owners, begin, CHUNK, 1)[:, :, None] == segments[:, None, :]
         queries = lax.dynamic_slice_in_dim(rows, begin, CHUNK, 1)
-        chunk = _attend(queries, k, v, visible, options.get("scale"), options.get("soft_cap"), options.get("sinks"))
+        scores = options.get("scale"), options.get("soft_cap"), options.get("sinks")
+        chunk = _attend(queries, k, v, visible, *scores, may_see_nothing=T > S)
         return lax.dynamic_update_slice_in_dim(rows, chunk, begin, 1)
 
     # Results take their queries' place. A loop that fills an array of zeros begins with a copy of them, and XLA makes
@@ -141,6 +144,8 @@ def _attend(
     scale: float | None,
     soft_cap: float | None,
     sinks: Float[Array, "N"] | None,
+    *,
+    may_see_nothing: bool,
 ) -> Float[Array, "B T N H"]:
     B, T, N, H = q.shape
     K = k.shape[2]
@@ -148,6 +153,8 @@ def _attend(
     scores = float32_product("btkgh,bskh->bkgts", grouped, k)
     scores = jnp.where(visible[:, None, None], soft_capped(scores, soft_cap), MASKED)
     weights = softmax_with_sinks(scores, None if sinks is None else sinks.reshape(K, -1, 1))
+    if may_see_nothing:
+        weights = jnp.where(visible.any(-1)[:, None, None, :, None], weights, 0.0)
     return float32_product("bkgts,bskh->btkgh", weights.astype(v.dtype), v).reshape(B, T, N, H)
 
 

@@ -42,7 +42,7 @@ def _are_numbers(*, scale: Any = None, window: Any = None, soft_cap: Any = None,
 
 
 def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None = None, **options: Any) -> bool:
-    # With fewer keys than causal queries, the first queries see nothing, for which the reference has its own answer.
+    # With fewer keys than causal queries, the first queries see nothing: no model has such calls.
     visible = k.shape[1] >= q.shape[1] if causal else window is None
     return takes(q, k, v, k.shape[2]) and visible and _are_numbers(window=window, **options)
 

@@ -56,7 +56,7 @@ HEAD_SIZES = (64, 128, 256)
 
 def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None = None, **options: Any) -> bool:
     sizes = q.shape[-1] in HEAD_SIZES and min(q.size, k.size) > 0 and q.shape[2] % k.shape[2] == 0
-    # Otherwise some queries see nothing, for which the reference has its own answer.
+    # Otherwise some queries see nothing.
     visible = k.shape[1] >= q.shape[1] or not (causal or window is not None)
     # It rounds products of float32.
     return sizes and k.dtype == v.dtype == jnp.bfloat16 and visible and options.get("sinks") is None
