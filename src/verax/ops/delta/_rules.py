@@ -288,8 +288,8 @@ def _run(
 def sequence_parallel(rule: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
     """`rule` (any rule of the family) for arrays whose T axis is split over the mesh axis `axis_name`.
 
-    Call the result inside `jax.shard_map`, with the rule's arguments; `initial_state` and the final state belong to
-    the whole sequences, the same on every device. Packed sequences are not taken.
+    Call the result inside `jax.shard_map` with `check_vma=False`, with the rule's arguments; `initial_state` and the
+    final state belong to the whole sequences, the same on every device. Packed sequences are not taken.
 
     A piece changes the state it meets by an affine map, `S -> M S + H`. Every device runs its piece once for M and H
     (`M` being where the piece takes the identity without values), gathers the maps of all devices, folds the ones
