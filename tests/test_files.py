@@ -36,6 +36,18 @@ def test_files_and_folders_replace_each_other_or_stay(tmp_path, old, new):
     assert [*tmp_path.iterdir()] == [path]
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_two_who_write_at_once_do_not_write_to_one_file(tmp_path, kind):
+    path = tmp_path / "a"
+    with atomic_path(path) as slow:
+        make(slow, kind, "slow")
+        with atomic_path(path) as quick:
+            make(quick, kind, "quick")
+        assert content(path) == "quick"
+    assert content(path) == "slow"
+    assert [*tmp_path.iterdir()] == [path]
+
+
 def make(path, kind, text):
     if kind == "folder":
         path.mkdir()

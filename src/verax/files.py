@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +22,12 @@ _PART = re.compile(r"-\d{5}-of-\d{5}$")
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a path to write a file or folder to, next to `path`, and rename it to `path` when the block succeeds.
 
-    The process's number is in its name, so that two processes do not write to one file, and so is the ending of `path`,
-    by which libraries choose a format. If the block raises, what was written is removed and what was at `path` stays.
+    A random number is in its name, so that no two write to one file: processes of two containers often have the same
+    number. So is the ending of `path`, by which libraries choose a format. If the block raises, what was written is
+    removed and what was at `path` stays.
     """
-    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
-    replaced = path.with_name(f".{path.stem}.{os.getpid()}.replaced")
+    stem = f".{path.stem}.{secrets.token_hex(4)}"
+    partial, replaced = path.with_name(f"{stem}.partial{path.suffix}"), path.with_name(f"{stem}.replaced")
     try:
         yield partial
         if path.is_dir() or (partial.is_dir() and path.exists()):  # no rename replaces these
