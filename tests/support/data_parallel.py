@@ -52,7 +52,7 @@ def _answer(output):
 
 
 def main(folder):
-    """Print the facts of one engine, of two replicas, and of two replicas of two devices each."""
+    """Print the facts of one engine, of two replicas, of two replicas of two devices each, and of loaded programs."""
     from pathlib import Path
 
     from tests.support.adapters import tiny_adapter
@@ -78,11 +78,14 @@ def main(folder):
         llm = LLM(model, dtype="float32", use_tqdm=False, **SIZES, **options)
         return _facts(llm, *map(list, zip(*cases, strict=True)))
 
+    folder = Path(folder) / "programs"
+    LLM(model, dtype="float32", use_tqdm=False, **SIZES).write_programs(folder)
     features = dict(enable_lora=True, max_lora_rank=4, structured_outputs=True)
     found = {
         "one": facts(cases, **features),
         "two": facts(cases, data_parallel_size=2, **features),
         "two of two": facts(cases[:5], data_parallel_size=2, tensor_parallel_size=2),
+        "from a folder": facts(cases[:5], programs=folder),
     }
     sys.stdout.write(json.dumps(found) + "\n")
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support import gguf
 from tests.support.engine import alone, generate, tokens
 from tests.support.tiny import WINDOWED, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
@@ -170,6 +171,15 @@ def test_another_model_is_named_by_the_first_difference(compiled, tmp_path):
     other = tiny_checkpoint(tmp_path, intermediate_size=64)
     with pytest.raises(InvalidParameterError, match=r"compiled for model.intermediate_size 96, but here it is 64"):
         start(other, programs=compiled[0])
+
+
+def test_blocks_of_another_format_are_refused_though_their_arrays_are_alike(tmp_path):
+    model, folder = tiny_checkpoint(tmp_path / "model"), tmp_path / "programs"
+    for kind in ("Q4_0", "IQ4_NL"):
+        gguf.write(model, tmp_path / f"{kind}.gguf", kind)
+    start(tmp_path / "Q4_0.gguf", **SIZES).write_programs(folder)
+    with pytest.raises(InvalidParameterError, match=r"programs: .* was compiled for weights "):
+        start(tmp_path / "IQ4_NL.gguf", programs=folder)
 
 
 def test_other_implementations_are_refused(tiny_folder, compiled):

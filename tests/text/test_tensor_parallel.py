@@ -160,7 +160,7 @@ def test_a_head_stays_whole():
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory):
-    """Facts of one engine, of two replicas, and of two replicas of two devices each."""
+    """Facts of one engine, of two replicas, of two replicas of two devices each, and of programs out of a folder."""
     return run_on_devices(4, "tests.support.data_parallel", tmp_path_factory.mktemp("replicas"))
 
 
@@ -176,6 +176,11 @@ def test_answers_of_replicas_equal_one_engine_and_every_replica_serves(replicas,
         assert answer == expected[i] or i in (2, 3)
     assert min(several["generated"]) >= 32
     assert all(after > count for count, after in zip(several["generated"], several["generated_later"], strict=True))
+
+
+def test_programs_of_a_folder_run_on_a_host_of_several_devices(replicas):
+    assert replicas["from a folder"]["answers"] == replicas["one"]["answers"][:5]
+    assert replicas["from a folder"]["devices"] == [[0]]
 
 
 def test_each_replica_has_devices_of_its_own_and_compiles_nothing_after_the_start(replicas):

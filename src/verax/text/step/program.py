@@ -489,9 +489,10 @@ class CompiledPrograms:
         path = self.folder / f"{name}.bin"
         try:
             executable, arguments, results = pickle.loads(path.read_bytes())
-            return serialize_executable.deserialize_and_load(
-                executable, jax.tree.structure(arguments), jax.tree.structure(results)
-            )
+            # Without it, JAX takes all devices of the host for those of the program.
+            device = jax.local_devices()[:1]
+            trees = jax.tree.structure(arguments), jax.tree.structure(results)
+            return serialize_executable.deserialize_and_load(executable, *trees, execution_devices=device)
         except (OSError, pickle.UnpicklingError, EOFError, ValueError, RuntimeError) as error:
             raise InvalidParameterError(
                 f"programs: {path} cannot be loaded ({error}); compile again with verax compile"
@@ -559,7 +560,8 @@ def _made_for(model: AbstractModel) -> dict[str, Any]:
     """Everything but the sizes that the programs depend on, as JSON holds it."""
     target = ops.target()
     cpu = {"processor": cpu_name(), "kernels": library.level()} if target.platform == "cpu" else {}
-    weights = [(weight.shape, weight.dtype.name) for weight in model.weights]
+    # The structure has what arrays of one shape stand for, such as the format of a GGUF file's blocks.
+    weights = str(model.tree), [(weight.shape, weight.dtype.name) for weight in model.weights]
     if not dataclasses.is_dataclass(config := model.config):
         raise InvalidParameterError(
             f"programs: {type(config).__name__} is not a dataclass, so models cannot be compared"
