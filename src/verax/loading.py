@@ -122,9 +122,8 @@ def model_shapes(
 ) -> M:
     """The model that `load_model` would make, with shapes in the place of weights. No weight is read.
 
-    `model_class`, `config`, `dtype`, `quantization`: as in `load_model`. `opened`: a GGUF file, whose matrices are in
-    its block formats; None for a checkpoint of floats, which need not exist. Weights that another checkpoint has
-    quantised are as floats here.
+    `model_class`, `config`, `dtype`, `quantization`: as in `load_model`. `opened`: a checkpoint whose matrices are
+    quantised, see `quantized_shapes`; None for a checkpoint of floats, which need not exist.
     """
     precision, dequantize = _precision(quantization, opened)
     model, tied = _abstract(model_class, config, dtype, precision)
@@ -141,8 +140,9 @@ def quantized_shapes(
 ) -> M:
     """The model that `load_weights` would make of a model of shapes: the shapes of its weights, quantised.
 
-    `packed`: weights that the checkpoint has quantised, by key. Those whose header does not determine what they are
-    held as stay as floats here. `precision`: precision to quantise to, in place of the checkpoint's.
+    `packed`: weights that the checkpoint has quantised, by key. Where their header determines bits and groups alone,
+    they have float32 scales and no zero points here, and stacks are floats. `precision`: precision to quantise to, in
+    place of the checkpoint's.
     """
     graph, state = nnx.split(cast(Any, model))
     flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
@@ -155,9 +155,12 @@ def quantized_shapes(
         return jax.eval_shape(jax.vmap(of_matrix) if len(shape) == 3 else of_matrix, jax.ShapeDtypeStruct(shape, dtype))
 
     def shapes(name: str, leaf: Any) -> Any:
-        if name in precisions:
-            return quantized(leaf.shape, leaf.dtype, precisions[name])
-        return packed[name].held if name in kept and packed[name].held is not None else leaf.get_value()
+        wanted, entry = precisions.get(name), packed[name] if name in kept else None
+        if wanted is None and entry is not None:
+            if entry.held is not None:
+                return entry.held
+            wanted = entry.precision
+        return leaf.get_value() if wanted is None else quantized(leaf.shape, leaf.dtype, wanted)
 
     filled = [(path, leaf.replace(shapes(name, leaf))) for name, (path, leaf) in flat.items()]
     return nnx.merge(graph, nnx.from_flat_state(filled))

@@ -1,12 +1,16 @@
 """A model over several devices, and replicas on devices of their own: the tokens of one engine on one device."""
 
+from functools import partial
+
 import pytest
 from flax import nnx
 
 from tests.support.devices import run_on_devices
+from tests.support.packing import awq, float8, gptq, mxfp4, quantized_checkpoint
 from tests.support.tensor_parallel import FAMILIES, FEATURES, model_of, run
 from tests.support.tiny import tiny_config
 from verax import LLM
+from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 from verax.loading import model_shapes
 from verax.models import causal_lm
@@ -156,6 +160,23 @@ def test_a_head_stays_whole():
     model = shapes(num_attention_heads=3, num_key_value_heads=3)
     with pytest.raises(InvalidParameterError, match=r"[qk]_proj\.weight: 48 rows, 16 of which stay together, do not"):
         check_divisions(model, 2, argument="size")
+
+
+@pytest.mark.parametrize(
+    ("pack", "scheme", "group"),
+    [
+        (gptq, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}, 32),
+        (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}, 32),
+        (mxfp4, {"quant_method": "compressed-tensors"}, 32),
+        (partial(float8, block=(64, 64)), {"quant_method": "fp8", "weight_block_size": [64, 64]}, 64),
+    ],
+)
+def test_inputs_that_share_a_scale_of_a_file_are_known_before_it_is_read(tmp_path, pack, scheme, group):
+    quantized_checkpoint(tmp_path, pack, scheme)
+    opened = Checkpoint.open(tmp_path)
+    model = model_shapes(*causal_lm(opened.config), dtype="float32", opened=opened)
+    with pytest.raises(InvalidParameterError, match=rf"down_proj.weight: 192 inputs, {group} of which stay together"):
+        check_divisions(model, 4, argument="size")
 
 
 @pytest.fixture(scope="module")

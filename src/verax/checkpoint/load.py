@@ -319,8 +319,11 @@ class Placement:
         assert self.mesh is not None
         mesh = self.mesh
         if self.division is not None:
-            weight = repeated(name, weight, self.division, self.times)
-            check_division(name, weight, self.division, mesh.size)
+            try:
+                weight = repeated(name, weight, self.division, self.times)
+                check_division(name, weight, self.division, mesh.size)
+            except InvalidParameterError as error:  # of what only the weight itself shows, such as its act-order
+                raise InvalidParameterError(f"tensor_parallel_size: {error}") from error
 
         def put(array: Any, spec: Any) -> jax.Array:
             host = np.asarray(array)

@@ -57,7 +57,7 @@ from verax.checkpoint.formats.safetensors import TensorInfo
 from verax.errors import CheckpointError
 from verax.fields import Size, read_value
 from verax.ops.block_quantized import BLOCKS, BlockQuantizedWeight, parse_blocks
-from verax.ops.quantized import BITS, GROUP_SIZES, QuantizedWeight
+from verax.ops.quantized import BITS, GROUP_SIZES, Precision, QuantizedWeight
 
 _GROUPS = f"a scale for {', '.join(map(str, GROUP_SIZES))} inputs or a multiple of them, or one for a row"
 """Words for the groups that a weight may have."""
@@ -81,6 +81,8 @@ class QuantizedEntry(NamedTuple):
     """Function of the arrays, by the last part of their keys, to an exact copy of the weight."""
     held: Any = None
     """The weight with shapes in the place of arrays; None if the header does not determine them."""
+    precision: Precision | None = None
+    """Bits and groups of what is held, of a matrix whose header determines only these."""
 
     def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight | BlockQuantizedWeight:
         """Copy it out of its file, with the arrays that `read_raw` gives, without rounding."""
@@ -324,7 +326,9 @@ def _describe_words(
         whole = whole and packed > 0 and groups > 0 and _divides(groups, D, sizes)
         if whole and all(tensors[key].shape == (D,) for key in keys[3:]) and _fits(D // groups, D, bits):
             kind = f"{'AWQ' if layout == _AWQ else 'GPTQ'} int{bits} by {_sharing(groups, D)}"
-            return QuantizedEntry(where, keys, (F, D), kind, partial(_from_words, bits, layout))
+            precision = Precision(bits, _fitting_group(D // groups, D, bits))
+            convert = partial(_from_words, bits, layout)
+            return QuantizedEntry(where, keys, (F, D), kind, convert, precision=precision)
     raise _unfitting(tensors, keys, f"{' or '.join(map(str, precisions))} bits with {_GROUPS}", where)
 
 
@@ -383,7 +387,7 @@ def _describe_float8(
                 convert = partial(_from_float8, (F, D), (rows, columns), halve)
                 group = _fitting_group(columns, D, 8)
                 held = None if halve and group is not None else _shapes((F, D), group, _FLOAT8)
-                return QuantizedEntry(where, keys, (F, D), f"{_FLOAT8} by {shared}", convert, held)
+                return QuantizedEntry(where, keys, (F, D), f"{_FLOAT8} by {shared}", convert, held, Precision(8, group))
     raise _unfitting(tensors, keys, f"8-bit floats (float8_e4m3fn) with {_GROUPS}, shared by rows or not", where)
 
 
@@ -469,7 +473,8 @@ def _describe_mxfp4(tensors: Mapping[str, TensorInfo], keys: tuple[str, str], wh
     if len(values.shape) == 2:
         F, D = values.shape[0], 2 * values.shape[1]
         if scales.dtype == np.uint8 and scales.shape == (F, D // _MXFP4_GROUP) and _fits(_MXFP4_GROUP, D, 8):
-            return QuantizedEntry(where, keys, (F, D), "MXFP4", _from_mxfp4)
+            precision = Precision(8, _MXFP4_GROUP)
+            return QuantizedEntry(where, keys, (F, D), "MXFP4", _from_mxfp4, precision=precision)
     raise _unfitting(tensors, keys, f"MXFP4 with an exponent (uint8) for {_MXFP4_GROUP} inputs", where)
 
 
@@ -665,7 +670,8 @@ def _describe_packed(
                 rounds = bits == 8 and groups == 1 and _rounds_inputs(group)
                 convert = partial(_from_packed, (F, D), bits, groups, rounds)
                 kind = f"int{bits} by {_sharing(groups, D)}{', inputs by tokens' if rounds else ''}"
-                return QuantizedEntry(where, keys, (F, D), kind, convert)
+                precision = Precision(bits, _fitting_group(D // groups, D, bits), rounds_inputs=rounds)
+                return QuantizedEntry(where, keys, (F, D), kind, convert, precision=precision)
     raise _unfitting(tensors, keys, f"4 and 8 bits with {_GROUPS}", where)
 
 
