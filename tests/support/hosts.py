@@ -49,7 +49,10 @@ def ended(process, seconds=120):
 
 
 def main(rank, port, options):
-    """Join, print it, and follow; rank 0 ends, or waits to be killed if the options have `stays`."""
+    """Join, print it, and follow; rank 0 ends, or waits to be killed if the options have `stays`.
+
+    The ranks that the option `fails` names end with an error, and the others exchange values with them.
+    """
     from verax.errors import HostsError
     from verax.text.engine.engine_config import EngineConfig
     from verax.text.hosts import Group
@@ -61,6 +64,13 @@ def main(rank, port, options):
         sys.exit(str(error))
     sys.stdout.write("joined\n")
     sys.stdout.flush()
+    if str(rank) in options.get("fails", ""):
+        sys.exit(f"rank {rank} failed")
+    if "fails" in options:
+        try:
+            return group.exchange(None)
+        except HostsError as error:
+            sys.exit(str(error))
     if not group.leads:
         return list(group.dispatches())
     if options.get("stays"):

@@ -11,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import httpx
+import jax
 import numpy as np
 import pytest
 
@@ -18,6 +19,8 @@ from tests.support.hosts import SIZES, ended, free_port, join, spawn
 from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from verax import LLM, AsyncLLM, SamplingParams, checkpoint
 from verax.errors import HostsError, InvalidParameterError
+from verax.text.engine.engine_config import EngineConfig
+from verax.text.engine.llm import tensor_meshes
 from verax.text.hosts import Address, Group, Link
 
 zmq = pytest.importorskip("zmq")
@@ -118,6 +121,35 @@ def test_a_follower_ends_when_rank_0_does_and_with_a_message_when_it_is_killed()
     leader.communicate()
     assert status != 0
     assert "rank 0 of 2 is gone" in errors
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"), [("0", "rank 0 has ended before the engine had started"), ("01", "rank 1 failed")]
+)
+def test_an_error_at_the_start_ends_every_rank_with_it(fails, message):
+    port = free_port()
+    processes = [join(rank, port, fails=fails) for rank in range(2)]
+    (ours, our_error), (theirs, their_error) = map(ended, processes)
+    assert (ours, theirs) == (1, 1)  # JAX would abort a process that waits for one that is gone
+    assert "rank 0 failed" in our_error
+    assert message in their_error
+
+
+def test_an_address_that_another_process_listens_at_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        config = EngineConfig(nnodes=2, tensor_parallel_size=2, master_addr=address)
+        with pytest.raises(
+            HostsError, match=f"^master_addr: rank 0 cannot listen at {address}: Address already in use"
+        ):
+            Group.join(config, {})
+
+
+def test_a_host_with_fewer_devices_is_named(monkeypatch):
+    device = SimpleNamespace(platform="cpu")
+    monkeypatch.setattr(jax, "local_devices", lambda process_index: [device] * (2 - process_index))
+    with pytest.raises(InvalidParameterError, match=r"needs 2 devices on each of 2 hosts, .* has 1 .* on host 1;"):
+        tensor_meshes(4, hosts=2)
 
 
 UNITS = 32

@@ -167,10 +167,15 @@ class Link:
         """Expect the end of the connection, which does not count as a loss from now on."""
         self._parted = True
 
-    def wait(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a message, and drop it."""
-        if self._socket.poll(round(timeout * 1000)):
-            self._socket.recv()
+    def wait_for_end(self, timeout: float) -> bool:
+        """Drop messages until `END`, for up to `timeout` seconds; False if it has not come, or cannot come any more."""
+        deadline = time.monotonic() + timeout
+        while True:
+            if self._socket.poll(100):
+                if self._socket.recv() == END:
+                    return True
+            elif self._gone or time.monotonic() > deadline:
+                return False
 
     def close(self, linger: float) -> None:
         """End the connection; messages on their way have `linger` seconds."""
@@ -194,11 +199,12 @@ class Link:
             event = parse(self._monitor.recv_multipart())
             if event["event"] == self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 established = True
-            elif event["event"] == self._zmq.EVENT_DISCONNECTED and established and not self._parted:
+            elif event["event"] == self._zmq.EVENT_DISCONNECTED and established:
                 if descriptor in (None, event["value"]):
                     self._gone = True
-                    self._on_lost(self.rank)
-                    return
+                    if not self._parted:
+                        self._on_lost(self.rank)
+                        return
             elif event["event"] == self._zmq.EVENT_MONITOR_STOPPED:
                 self._monitor.close()
                 return
@@ -251,7 +257,7 @@ class Group:
         _join_jax(config)
         self._connect(_numeric(config.coordinator))
         # A follower that ends by itself, before `dispatches` has, leaves the others without its part of the model.
-        atexit.register(self.end if self.leads else _exit)
+        atexit.register(self._at_exit if self.leads else _exit)
         versions = {name: version(name) for name in ("verax", "jax", "jaxlib")}
         own = {field.name: str(getattr(config, field.name)) for field in fields(config) if field.name not in _PLACES}
         self.agree({**versions, **own, **options})
@@ -282,7 +288,7 @@ class Group:
         ]
         if differences:
             if not self.leads:  # rank 0 ends first, or it would take the end of a connection for a loss
-                self._links[0].wait(LINGER)
+                self._links[0].wait_for_end(LINGER)
             self.end()
             raise HostsError(f"nnodes: the hosts must be equal, but {'; '.join(differences)}")
 
@@ -303,21 +309,35 @@ class Group:
         self._found_lost.wait(LAST_ANSWERS)
         return error if self.lost is None else HostsError(self.lost)
 
-    def end(self) -> None:
-        """End the group, on all ranks; rank 0 ends the followers. The process ends here if a rank is gone."""
-        atexit.unregister(self.end if self.leads else _exit)
+    def end(self) -> bool:
+        """End the group, on all ranks; rank 0 ends the followers. The process ends here if a rank is gone.
+
+        Returns:
+            False on rank 0 if a follower ends without an answer, by an error of its own: the process must end by
+            `_exit` then, which it does at its end.
+        """
+        atexit.unregister(self._at_exit if self.leads else _exit)
         if self.lost is not None:
             _exit()
         for link in self._links:
             link.part()
             with contextlib.suppress(HostsError):  # a rank that has ended too
                 link.send(END)
+        # Followers expect the end of their connections once they have answered.
+        answered = [link.wait_for_end(LINGER) for link in self._links] if self.leads else []
         for link in self._links:
-            if self.leads:  # followers expect the end of their connections once they have answered
-                link.wait(LINGER)
             link.close(LINGER)
         self._links = []
-        _compat.leave_processes()
+        if all(answered):
+            _compat.leave_processes()
+        else:  # JAX would wait for them in vain, and abort the process
+            atexit.register(_exit)
+        return all(answered)
+
+    def _at_exit(self) -> None:
+        """End the group of rank 0 with the process."""
+        if not self.end():
+            _exit()
 
     def _connect(self, host: str) -> None:
         """Make the links. The coordination service's key-value store has the address where rank 0 listens."""
@@ -340,6 +360,7 @@ class Group:
     def _receive(self, link: Link) -> bytes:
         message = link.receive()
         if message == END:
+            self.end()
             raise HostsError(f"node_rank: rank {link.rank} has ended before the engine had started; see its output")
         return message
 
@@ -366,6 +387,8 @@ def _exit() -> None:
 
 def _join_jax(config: EngineConfig) -> None:
     """Join JAX's processes, on a thread: the wait is native, and could not be interrupted."""
+    if config.node_rank == 0:
+        _check_free(config.coordinator)
     failed: list[Exception] = []
 
     def join() -> None:
@@ -384,6 +407,16 @@ def _join_jax(config: EngineConfig) -> None:
         )
     if failed:
         raise HostsError(f"nnodes: rank {config.node_rank} cannot join at {config.coordinator}: {failed[0]}")
+
+
+def _check_free(coordinator: str) -> None:
+    """Check that rank 0 can listen at its address: JAX would crash, or wait with another rank 0 for the same ranks."""
+    try:
+        host = _numeric(coordinator)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, urlsplit(f"//{coordinator}").port or 0), family=family).close()
+    except OSError as error:
+        raise HostsError(f"master_addr: rank 0 cannot listen at {coordinator}: {error.strerror}") from error
 
 
 def _numeric(coordinator: str) -> str:

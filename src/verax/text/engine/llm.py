@@ -532,21 +532,23 @@ def tensor_meshes(size: int, replicas: int = 1, hosts: int = 1) -> list[Mesh | N
     `replicas`: number of groups; 1 if there are several hosts. `hosts`: number of hosts, each of which has as many of
     the devices.
     """
-    devices, per_host = jax.local_devices(), size // hosts
+    by_host = [jax.local_devices(process_index=rank if hosts > 1 else None) for rank in range(hosts)]
+    devices, per_host = min(by_host, key=len), size // hosts
     needed = per_host * replicas
     if needed > len(devices):
-        platform, count = devices[0].platform, len(devices)
+        found = f"{len(devices)} of platform {devices[0].platform}"
         wanted = f"tensor_parallel_size: {size} needs {needed} devices"
         if hosts > 1:
             wanted += f" on each of {hosts} hosts"
+            found += f" on host {by_host.index(devices)}"
         if replicas > 1:
             wanted = f"data_parallel_size: {replicas} replicas of tensor_parallel_size {size} need {needed} devices"
         raise InvalidParameterError(
-            f"{wanted}, and JAX has {count} of platform {platform}; to try it on virtual devices of a CPU, start with "
+            f"{wanted}, and JAX has {found}; to try it on virtual devices of a CPU, start with "
             f"JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={needed} in the environment"
         )
     if hosts > 1:
-        devices = [device for rank in range(hosts) for device in jax.local_devices(process_index=rank)[:per_host]]
+        devices = [device for of_host in by_host for device in of_host[:per_host]]
         return [make_mesh((size,), (TENSOR_AXIS,), devices)]
     if len(devices) == 1:
         return [None]
