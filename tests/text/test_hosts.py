@@ -193,6 +193,7 @@ def test_a_server_on_two_hosts_drafts_gives_one_devices_tokens_and_names_the_hos
         lines = iter(leader.stdout.readline, "")
         url = next((found[0] for line in lines if (found := re.search(r"http://127\.0\.0\.1:\d+", line))), None)
         assert url is not None, ended(leader)
+        follower.terminate()  # who ends a group tells all hosts, and rank 0 lets requests finish
         # 40 tokens: drafts begin new blocks, which the other host must have in its tables too.
         plain = {"model": folder.name, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
         with httpx.Client(base_url=url, timeout=300) as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,11 +237,16 @@ class Models:
         return running_replicas(self.loader(settings, **queue), (int(least), int(most)), **resources)
 
     def follow(self) -> None:
-        """Follow the host of rank 0, which runs the same command with its own rank, until it ends."""
+        """Follow the host of rank 0, which runs the same command with its own rank, until it ends.
+
+        SIGTERM, which a group mostly gets as a whole, is ignored then: rank 0 lets running requests finish, and needs
+        all hosts for that.
+        """
         from verax.text.engine.llm import LLM
 
         llm = LLM(self._model, **self.text)
         typer.echo(f"rank {self.node_rank} of {self.text['nnodes']} follows rank 0")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         llm.follow()
 
 
