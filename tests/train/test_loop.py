@@ -77,7 +77,7 @@ def test_a_state_that_was_not_written_to_its_end_does_not_count(tmp_path):
 def test_steps_that_were_lost_with_an_interruption_are_logged_once(tmp_path):
     train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=10, show_progress=False)
     with (tmp_path / "log.jsonl").open("a") as log:  # as a run that died between two states leaves it
-        log.write('{"step": 20, "loss": 9.0}\n')
+        log.write('{"step": 20, "loss": 9.0}\n{"step": 21, "lo')
     train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, show_progress=False)
     steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert steps == [10, 20, 30, 40]

@@ -29,6 +29,7 @@ from verax import ops, progress
 from verax._compat import compiler_options, make_mesh
 from verax._optional import load_pyplot, require_optional
 from verax.errors import CheckpointError, InvalidParameterError
+from verax.files import write_text
 
 if TYPE_CHECKING:
     import optax
@@ -222,7 +223,7 @@ class _Log:
     def __init__(self, folder: Path, step: int):
         folder.mkdir(parents=True, exist_ok=True)
         kept = [entry for entry in read_log(folder) if entry["step"] <= step]
-        (folder / LOG).write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        write_text(folder / LOG, "".join(json.dumps(entry) + "\n" for entry in kept))
         self._file = (folder / LOG).open("a")
 
     def __enter__(self) -> _Log:
@@ -260,9 +261,9 @@ def plot_loss(folder: Path, unit: str = "nats per token") -> Path:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Entries of a run's `log.jsonl`; none without the file."""
+    """Entries of a run's `log.jsonl`, without one that was not written to its end; none without the file."""
     path = folder / LOG
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.is_file() else []
 
 
 STATE = "state"
