@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from tests.support.devices import run_on_devices
 from tests.support.engine import GREEDY, PROMPTS, alone, generate, nothing_compiles, tokens
 from tests.support.tiny import tiny_checkpoint, tiny_config
-from verax import LLM
+from verax import LLM, checkpoint
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 from verax.loading import load_causal_lm
@@ -67,6 +68,20 @@ def test_a_loaded_checkpoint_takes_the_weights_of_another(tmp_path):
     assert alone(first, COMMON) == alone(second, COMMON)
     with pytest.raises(InvalidParameterError, match="weights are quantised; load it without quantization"):
         LLM(tmp_path / "0", quantization="int8", **SIZES).update_weights(trained)
+
+
+def test_a_head_that_the_weights_have_in_spite_of_the_config_is_updated_too(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model")
+    weights = [load_file(folder / "model.safetensors") for _ in range(2)]
+    for scale, arrays in zip((1.0, -1.0), weights, strict=True):
+        arrays["lm_head.weight"] = scale * arrays["model.embed_tokens.weight"][::-1]
+        checkpoint.save(arrays, tmp_path / str(scale), config=tiny_config())
+    first, second = (
+        LLM(tmp_path / str(scale), dtype="float32", skip_tokenizer_init=True, **SIZES) for scale in (1.0, -1.0)
+    )
+    assert alone(first, COMMON) != alone(second, COMMON)
+    first.update_weights(weights[1])
+    assert alone(first, COMMON) == alone(second, COMMON)
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(llm):

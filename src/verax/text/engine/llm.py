@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -121,12 +121,14 @@ class LLM:
         self.load_seconds = time.perf_counter() - begin
         self._generation_config = opened.generation_config
         ends = tokenizer.eos_token_ids if tokenizer else eos_token_ids(opened.config, opened.generation_config)
-        described = causal_lm(opened.config, prediction_head=config.uses_prediction_head)
-        repeats = repeated_units(*described, config.tensor_parallel_size)
-        suppressed = suppressed_token_ids(opened.generation_config, described[1].vocab_size)
+        model_class, sizes = causal_lm(opened.config, prediction_head=config.uses_prediction_head)
+        if getattr(sizes, "tie_word_embeddings", False):  # the weights may have a head in spite of that
+            sizes = replace(cast(Any, sizes), tie_word_embeddings=cast(Any, models[0].config).tie_word_embeddings)
+        repeats = repeated_units(model_class, sizes, config.tensor_parallel_size)
+        suppressed = suppressed_token_ids(opened.generation_config, sizes.vocab_size)
         engines = _new_engines(models, config, meshes, repeats, hosts, tokenizer, ends, suppressed, use_tqdm)
         quantized = quantization is not None or bool(opened.packed)
-        shapes = partial(model_shapes, *described, dtype=DTYPES[dtype])
+        shapes = partial(model_shapes, model_class, sizes, dtype=DTYPES[dtype])
         self._template = None if quantized else lambda: AbstractModel.from_module(shapes())
         self._start(engines, models[0], config, hosts, use_tqdm)
 
