@@ -172,10 +172,12 @@ def _set_cache(folder: str | None) -> None:
 def drop_jax_traces() -> None:
     """Drop what JAX has traced of its own functions, such as `jnp.where`, for each shape, without a bound.
 
-    Compiled programs stay, which `jax.clear_caches` drops too.
+    From JAX 0.11 on it also keeps the trace of every program, dead code taken out of it: where there is none, that is
+    the key of the weak reference itself. Compiled programs stay, which `jax.clear_caches` drops too.
     """
-    from jax._src.interpreters import partial_eval  # no public name reaches it
+    from jax._src.interpreters import partial_eval, pxla  # no public name reaches them
 
-    traces: Any = getattr(partial_eval, "trace_to_jaxpr", None)
-    if hasattr(traces, "cache_clear"):
-        traces.cache_clear()
+    for module, name in ((partial_eval, "trace_to_jaxpr"), (pxla, "_dce_jaxpr")):
+        cached: Any = getattr(module, name, None)
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
