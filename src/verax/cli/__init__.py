@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import _thread
 import io
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -127,7 +127,9 @@ def main() -> None:
 def _repeat_interrupt(dropped: sys.UnraisableHookArgs) -> None:
     """Interrupt again if Python drops an interrupt: JAX's callback of the garbage collector gets many of them."""
     if issubclass(dropped.exc_type, KeyboardInterrupt):
-        threading.Timer(0.01, _thread.interrupt_main).start()  # later: in this function it would be dropped too
+        # Later, as in this function it would be dropped too; and by a signal, which also ends a read that waits.
+        main = threading.main_thread().ident
+        threading.Timer(0.01, lambda: signal.pthread_kill(main or 0, signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(dropped)
 
