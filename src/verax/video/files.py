@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -180,7 +181,7 @@ def _write_animation(frames: np.ndarray, path: Path, fps: float) -> None:
     comment = {"comment": text} if path.suffix.lower() == ".gif" else {"xmp": text}
     try:
         first.save(path, save_all=True, append_images=rest, duration=np.diff(ends).tolist(), loop=0, **comment)
-    except OverflowError as error:
+    except (OverflowError, struct.error) as error:  # the second before Pillow 13
         raise InvalidParameterError(
             f"fps: {fps:g} frames per second show equal frames for longer than the 655 seconds that a .gif can"
         ) from error
