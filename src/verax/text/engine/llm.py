@@ -122,8 +122,8 @@ class LLM:
         self._generation_config = opened.generation_config
         ends = tokenizer.eos_token_ids if tokenizer else eos_token_ids(opened.config, opened.generation_config)
         model_class, sizes = causal_lm(opened.config, prediction_head=config.uses_prediction_head)
-        if getattr(sizes, "tie_word_embeddings", False):  # the weights may have a head in spite of that
-            sizes = replace(cast(Any, sizes), tie_word_embeddings=cast(Any, models[0].config).tie_word_embeddings)
+        if sizes.tie_word_embeddings and not models[0].config.tie_word_embeddings:  # the weights have a head
+            sizes = replace(cast(Any, sizes), tie_word_embeddings=False)
         repeats = repeated_units(model_class, sizes, config.tensor_parallel_size)
         suppressed = suppressed_token_ids(opened.generation_config, sizes.vocab_size)
         engines = _new_engines(models, config, meshes, repeats, hosts, tokenizer, ends, suppressed, use_tqdm)
