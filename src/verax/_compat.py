@@ -42,9 +42,9 @@ def compiler_options(platform: str) -> dict[str, bool | str]:
     """XLA options of a program, for a platform (`"cpu"`, `"gpu"`, `"tpu"`).
 
     XLA:CPU before 0.11 rewrites bfloat16 scatters, slices and gathers through float32 copies of the *whole* buffer, the
-    paged cache included. Switching that pass off keeps them in place; every dot must then accumulate in float32. Its
-    pass `cse_barrier_expander` drops optimization barriers before fusion, which then computes a shared value, such as
-    the sines of rotary embeddings, again in each layer.
+    paged cache included. Switching that pass off keeps them in place; every dot must then accumulate in float32. The
+    pass `cse_barrier_expander` of all versions drops optimization barriers before fusion, which then computes a shared
+    value, such as the sines of rotary embeddings, again in each layer.
 
     XLA:GPU merges products of the same inputs, such as queries, keys and values, into one. For that it copies their
     weights side by side in every run, and a decode step reads and writes them two times more than it has to. It leaves
@@ -53,8 +53,9 @@ def compiler_options(platform: str) -> dict[str, bool | str]:
     And it gives cuDNN's convolutions arrays with channels first, around each of which it turns Wan's, where they are
     last: a quarter of the time of a decoded clip on an H100.
     """
-    if platform == "cpu" and _JAXLIB_VERSION < (0, 11, 0):
-        return {"xla_disable_hlo_passes": "float-normalization-bf16,cse_barrier_expander"}
+    if platform == "cpu":
+        widening = "float-normalization-bf16," if _JAXLIB_VERSION < (0, 11, 0) else ""
+        return {"xla_disable_hlo_passes": f"{widening}cse_barrier_expander"}
     if platform == "gpu":
         return {
             "xla_gpu_dot_merger_threshold_mb": "0",
