@@ -267,7 +267,9 @@ UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Setting
 def test_an_odd_request_is_answered_once(raw, headers, body, status, param, together):
     length = b"" if b"chunked" in headers else b"Content-Length: %d\r\n" % len(body)
     head = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\n" + length + headers + b"\r\n\r\n"
-    answer = raw(*([head + body] if together else [head, body]))
+    pieces = [head + body] if together else [head, body]
+    # A body that comes after an early answer is met by a reset, which may take the answer along.
+    answer = raw(*pieces) or raw(*pieces) or raw(*pieces) or raw(*pieces)
     assert answer.count(b"HTTP/1.1") == 1
     assert b" %d " % status in answer.splitlines()[0]
     result = json.loads(answer.partition(b"\r\n\r\n")[2])
