@@ -236,7 +236,7 @@ def paged_attention(
     keys = jnp.arange(W * p)
     visible = _visible(keys, position[:, None], window) & (rows < query_starts[-1])[:, None]
     k, v = (_dequantized(*gather_pages(cache, page_table[owner])) for cache in (k_cache, v_cache))
-    v = jnp.where(visible[:, None, :, None], v, 0)  # what another sequence left in a page may be NaN
+    v = jnp.where(visible[:, None, :, None], v, 0)  # another sequence may have left NaN in a page
     grouped = group_queries(q, k.shape[1], scale).astype(k.dtype)
     scores = float32_product("tkgh,tksh->tkgs", grouped, k)
     scores = jnp.where(visible[:, None, None], soft_capped(scores, soft_cap), MASKED)
@@ -365,7 +365,7 @@ def _attend_chunks(
         weights = jnp.where(visible[:, None], jnp.exp(scores - new_highest[..., None]), 0.0)
         shrink = jnp.exp(highest - new_highest)
         scaled = weights if v_scales is None else jnp.where(visible[:, None], weights * v_scales[:, :, None], 0.0)
-        # What another sequence left in a page may be NaN, which a weight of 0 would not hide.
+        # NaN that another sequence left in a page would not be hidden by a weight of 0.
         v = jnp.where(visible.any(1)[:, None, :, None], v, 0)
         update = float32_product("bkgs,bksh->bkgh", scaled.astype(v.dtype), v)
         return new_highest, total * shrink + weights.sum(-1), out * shrink[..., None] + update
