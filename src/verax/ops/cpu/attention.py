@@ -52,16 +52,11 @@ def score_attributes(
 ) -> dict[str, np.generic]:
     """Scale, window and cap of scores as attributes of the kernels: 0 stands for no window and no cap.
 
-    `sinks` are an array, which `listed_sinks` gives.
+    `sinks` are an array, which `library.optional` gives.
     """
     check_scores(window, soft_cap)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     return {"scale": np.float32(factor), "window": np.int64(window or 0), "soft_cap": np.float32(soft_cap or 0)}
-
-
-def listed_sinks(sinks: Float[Array, "N"] | None) -> Float[Array, "n"]:
-    """Sinks as the kernels take them: an empty array for none."""
-    return jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
 
 
 @attention.implementation("native", **library.REQUIREMENTS, accepts=_accepts, traits={"flash"})
@@ -80,7 +75,7 @@ def _attention_native(
         in_place = int(q.dtype == jnp.float32 and q.size >= IN_PLACE)
         attributes = {"causal": causal, **score_attributes(q, **options)}
         result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-        arrays = q, k, v, listed, listed_sinks(sinks)
+        arrays = q, k, v, listed, library.optional(sinks)
         return library.call_many("verax_attention", [result], *arrays, changed=in_place, **attributes)[0]
 
     def reference(q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
@@ -107,7 +102,7 @@ def _paged_attention_native(
 ) -> Float[Array, "T N H"]:
     k_cache, v_cache, page_table, kv_lengths, query_starts = PagedBatch(*paged)
     integers = (x.astype(jnp.int32) for x in (page_table, kv_lengths, query_starts))
-    sinks = listed_sinks(options.get("sinks"))
+    sinks = library.optional(options.get("sinks"))
     handler, pages = "verax_paged_attention", jax.tree.leaves((k_cache, v_cache))
     if isinstance(k_cache, QuantizedPages):
         handler = "verax_paged_attention_quantized"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from typing import Any, Unpack
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -38,7 +37,7 @@ def _convolve(x: Array, weight: Array, bias: Array | None, cache: Array | None, 
             x,
             x[:, :0] if cache is None else cache.astype(x.dtype),
             weight,
-            jnp.zeros(0, jnp.float32) if bias is None else bias.astype(jnp.float32),
+            library.optional(bias),
             dtype=x.dtype,
             stride=np.asarray(shape.stride, np.int64),
             before=np.asarray([zeros for zeros, _ in shape.sides], np.int64),

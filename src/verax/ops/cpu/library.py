@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from verax.errors import InvalidParameterError, MissingDependencyError
@@ -27,6 +28,7 @@ __all__ = [
     "has",
     "level",
     "levels",
+    "optional",
     "problem",
     "use_level",
 ]
@@ -117,6 +119,11 @@ def use_level(name: str) -> Iterator[None]:
         jax.block_until_ready(jax.live_arrays())
         if before is not None:
             _set_level(_load().library, before)
+
+
+def optional(array: jax.Array | None) -> jax.Array:
+    """Float32 array as the handlers take one that may be missing: an empty array for None."""
+    return jnp.zeros(0, jnp.float32) if array is None else array.astype(jnp.float32)
 
 
 def call(

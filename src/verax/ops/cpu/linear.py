@@ -226,7 +226,7 @@ def _product(
     else:
         matrix = weight
     x = x.astype(jnp.float32 if matrix.dtype == jnp.float32 else jnp.bfloat16)
-    last = (jnp.zeros(0, jnp.float32) if one is None else one.astype(jnp.float32) for one in (scales, bias))
+    last = map(library.optional, (scales, bias))
     shape = x.shape[0], weight.shape[0]
     return library.call("verax_gemm", shape, x, matrix, *last, block_kind=np.int64(kind))
 
@@ -253,8 +253,7 @@ def _linear_native_integers(
     x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
     def kernel(x: Array, weight: QuantizedWeight, bias: Array | None) -> Array:
-        last = jnp.zeros(0, jnp.float32) if bias is None else bias.astype(jnp.float32)
-        arrays = x.astype(jnp.float32), weight.values, weight.scales[:, 0].astype(jnp.float32), last
+        arrays = x.astype(jnp.float32), weight.values, weight.scales[:, 0].astype(jnp.float32), library.optional(bias)
         return library.call("verax_gemm_int8", (len(x), weight.shape[0]), *arrays)
 
     y = differentiated_as(linear.reference, kernel, x.reshape(-1, x.shape[-1]), weight, bias)
@@ -353,8 +352,7 @@ def _arrays(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> 
     """Panels, scales and bias of each weight, where an empty array stands for none."""
     arrays = list[Array]()
     for weight, bias in zip(weights, biases, strict=True):
-        last = (jnp.zeros(0, jnp.float32) if one is None else one.astype(jnp.float32) for one in (weight.scales, bias))
-        arrays += [weight.cells, *last]
+        arrays += [weight.cells, *map(library.optional, (weight.scales, bias))]
     return arrays
 
 

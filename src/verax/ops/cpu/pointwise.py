@@ -84,7 +84,7 @@ def _layer_norm_native(
     residual: Float[Array, "*B D"] | None = None,
 ) -> Float[Array, "*B D"]:
     def kernel(x: Array, weight: Array, bias: Array, residual: Array | None) -> Array:
-        added = jnp.zeros(0, jnp.float32) if residual is None else residual.astype(jnp.float32)
+        added = library.optional(residual)
         # The kernel takes both of one dtype: a float32 bias must not be rounded to the weight's bfloat16.
         dtype = weight.dtype if bias.dtype == weight.dtype else jnp.float32
         arrays = x.astype(jnp.float32), added, weight.astype(dtype), bias.astype(dtype)
