@@ -421,3 +421,20 @@ def _replaced_jvp(
     reference: Callable[..., Any], kernel: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     return jax.jvp(reference, primals, tangents)
+
+
+def vary_alike(arrays: R) -> R:
+    """Pytree of arrays that all differ between the devices between which one of them does.
+
+    `jax.shard_map` follows by types which arrays differ (`check_vma=True`, its default). It refuses loops whose carry
+    begins alike on all devices and then differs, and takes results of kernels for alike.
+    """
+    axes = frozenset[str]().union(*(jax.typeof(array).mat.varying for array in jax.tree.leaves(arrays)))
+    if not axes:
+        return arrays
+
+    def vary(array: jax.Array) -> jax.Array:
+        missing = axes - jax.typeof(array).mat.varying
+        return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
+
+    return jax.tree.map(vary, arrays)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from verax.errors import InvalidParameterError, MissingDependencyError
+from verax.ops._dispatch import vary_alike
 
 __all__ = [
     "HANDLERS",
@@ -149,9 +150,8 @@ def call_many(
         raise MissingDependencyError(problem())
     shapes = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
     aliases = {i: i for i in range(changed)}
-    return jax.ffi.ffi_call(handler, shapes, vmap_method="sequential", input_output_aliases=aliases)(
-        *arrays, **attributes
-    )
+    run = jax.ffi.ffi_call(handler, shapes, vmap_method="sequential", input_output_aliases=aliases)
+    return vary_alike((run(*vary_alike(arrays), **attributes), arrays))[0]
 
 
 class _Requirements(TypedDict):

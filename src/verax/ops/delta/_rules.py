@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax.errors import InvalidParameterError
+from verax.ops._dispatch import vary_alike
 from verax.ops.delta._chunk import SMALLEST_CHUNK
 from verax.ops.delta._inputs import DeltaInputs, StateSlots, check_axes, check_shapes, interleave, l2_normalize
 from verax.ops.delta._recurrence import delta_recurrence, delta_slot_recurrence
@@ -270,6 +272,7 @@ def _run(
     state = jnp.zeros((N, HV, K, V), dtype) if initial_state is None else initial_state.astype(dtype)
     if B == 0:
         return jnp.zeros((0, T // steps, HV, V), dtype), state if output_final_state else None
+    x, state = vary_alike((x, state))
     offsets = None if cu_seqlens is None else cu_seqlens * steps
     options: dict[str, Any] = {
         "scale": K**-0.5 if scale is None else scale,
@@ -288,8 +291,8 @@ def _run(
 def sequence_parallel(rule: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
     """`rule` (any rule of the family) for arrays whose T axis is split over the mesh axis `axis_name`.
 
-    Call the result inside `jax.shard_map` with `check_vma=False`, with the rule's arguments; `initial_state` and the
-    final state belong to the whole sequences, the same on every device. Packed sequences are not taken.
+    Call the result inside `jax.shard_map`, with the rule's arguments; `initial_state` and the final state belong to the
+    whole sequences, the same on every device. Packed sequences are not taken.
 
     A piece changes the state it meets by an affine map, `S -> M S + H`. Every device runs its piece once for M and H
     (`M` being where the piece takes the identity without values), gathers the maps of all devices, folds the ones
@@ -322,7 +325,9 @@ def sequence_parallel(rule: Callable[..., Any], axis_name: str) -> Callable[...,
             after = jnp.matmul(end[..., V:], state, precision=lax.Precision.HIGHEST) + end[..., :V]
             return after, state
 
-        final, starts = lax.scan(fold, state, lax.all_gather(ends, axis_name))
+        # Alike on all devices, which types say only where `check_vma` follows them. The transposes are others.
+        to = "invarying" if axis_name in jax.typeof(ends).mat.varying else "varying"
+        final, starts = lax.scan(fold, state, lax.all_gather(ends, axis_name, to=to))
         mine = lax.dynamic_index_in_dim(starts, lax.axis_index(axis_name), keepdims=False)
         out, _ = rule(q, k, v, *args, initial_state=mine, **options)
         return out, final if output_final_state else None

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from verax.ops._dispatch import vary_alike
 from verax.ops._target import AMPERE, has_compute_capability
 from verax.ops.delta import delta_slot_recurrence
 from verax.ops.delta._inputs import DeltaInputs, StateSlots, l2_normalize
@@ -77,16 +78,17 @@ def walk(
     """
     (n, m, R, _, V), (N, *_, K, _) = chunks.value.shape, states.shape
     shapes = [(N, m * R, K, V), *((n, m * R, *size) for size in sizes)]
+    varying = jax.typeof(states).mat
     run = pl.pallas_call(
         partial(_KERNELS[name], columns=columns, precision=lax.Precision.HIGHEST if interpret else EXACT),
         grid=(N, m * R, V // columns),
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying) for shape in shapes],
         compiler_params=plgpu.CompilerParams(**PARAMETERS),
         interpret=interpret,
         name=name,
     )
     inputs = (x.reshape(n, m * R, *x.shape[3:]) for x in chunks)
-    after, *results = run(_firsts(owner, N), states.reshape(shapes[0]), *inputs)
+    after, *results = run(*vary_alike((_firsts(owner, N), states.reshape(shapes[0]), *inputs)))
     return after.reshape(states.shape), [a.reshape(n, m, R, *a.shape[2:]) for a in results]
 
 

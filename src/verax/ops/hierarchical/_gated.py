@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax.errors import InvalidParameterError
+from verax.ops._dispatch import vary_alike
 from verax.ops.delta._inputs import check_axes, check_shapes, l2_normalize
 from verax.ops.delta._rules import gated_delta_rule
 from verax.ops.hierarchical._inputs import Pair, ResonanceFlux, chunk_flux, token_flux
@@ -116,6 +117,7 @@ def hierarchical_gated_delta_rule(
         beta,
         jnp.where(alive[..., None], jnp.stack(log_decays, axis=-1).astype(dtype), 0.0),
     )
+    state, steps, flux = vary_alike((state, steps, flux))
     # After the last token that counts come slots without tokens, which leave everything unchanged.
     ends = state.position + real
 

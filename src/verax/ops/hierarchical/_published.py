@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from verax.ops._dispatch import Example, float32, operation
+from verax.ops._dispatch import Example, float32, operation, vary_alike
 from verax.ops.delta._scan import matmul
 from verax.ops.hierarchical._inputs import (
     Chunks,
@@ -100,7 +100,8 @@ def hierarchical_rule(inputs: HierarchicalInputs, *, chunk_size: int) -> tuple[F
     steps = (x.q, x.k, u, w, p, share, psi, *keep, *x.gates)
     B, _, H, _, K = x.k.shape
     zero = jnp.zeros((B, H, K, x.v.shape[-1]), x.v.dtype)
-    states, out = lax.scan(chunk, (zero, zero), tuple(jnp.moveaxis(a, 1, 0) for a in steps))
+    states, steps = vary_alike(((zero, zero), steps))
+    states, out = lax.scan(chunk, states, tuple(jnp.moveaxis(a, 1, 0) for a in steps))
     return joined(jnp.moveaxis(out, 0, 1)), states
 
 

@@ -80,9 +80,10 @@ def walk(
     of_sequence = pl.BlockSpec((1, together, K, V), lambda h, i, owner: (owner[chunk_at(i)], h, 0, 0))
     shapes = [(N, heads, K, V), *((n, heads, *size) for size in sizes)]
     inputs = [x.reshape(n, heads, *x.shape[3:]) for x in chunks._replace(keep=chunks.keep[..., None, :])]
+    varying = jax.typeof(states).mat
     run = pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying) for shape in shapes],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(heads, together), n),
