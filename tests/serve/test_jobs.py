@@ -1,7 +1,9 @@
 """Jobs of clips: the queue with a pipeline that waits for permission, the files of clips, and previews."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +125,16 @@ async def test_the_seconds_left_follow_from_the_steps_so_far(jobs, pipeline):
     pipeline.may_go.release(100)
     await until(jobs, job, lambda job: job.ended)
     assert job.seconds_left is None
+
+
+async def test_a_clip_that_is_made_holds_no_picture_on_the_disk(jobs, pipeline):
+    picture = np.zeros((16, 16, 3), np.uint8)
+    job = await jobs.submit(request(image=picture, reference_images=(picture,)), "clips")
+    held = [weakref.ref(array) for array in (job.request.image, *job.request.reference_images)]
+    pipeline.may_go.release(100)
+    await until(jobs, job, lambda job: job.ended)
+    gc.collect()
+    assert [array() for array in held] == [None, None]
 
 
 async def test_clips_expire(jobs, pipeline, now):

@@ -172,6 +172,9 @@ _PREVIEWS = 0.04
 _PREVIEW_SIDE = 256
 """Longer side of a preview in pixels, at most."""
 
+_PICTURES = ("image", "last_image", "video", "mask")
+"""Options of a request that are one picture or clip each; `reference_images` are several."""
+
 _LONGEST_STEP = 30.0
 """Seconds that the end of the server waits for the step of the clip that is being made."""
 
@@ -267,8 +270,7 @@ class VideoJobs:
             QueueFullError: if the queue or the disk is full.
         """
         name = f"video_{secrets.token_hex(16)}"
-        images = ("image", "last_image", "video", "mask")
-        given = {part: array for part in images if (array := getattr(request, part)) is not None}
+        given = {part: array for part in _PICTURES if (array := getattr(request, part)) is not None}
         await self.check_room()
 
         async def keep(part: str, array: np.ndarray) -> np.ndarray:
@@ -339,6 +341,8 @@ class VideoJobs:
             # A daemon: a step that takes minutes does not hold up the end of the process.
             threading.Thread(target=self._make, args=(job, loop, result), name="verax-videos", daemon=True).start()
             job.error = await result
+            # Arrays that are read from removed files would keep these on the disk.
+            job.request = replace(job.request, **dict.fromkeys(_PICTURES), reference_images=())
             job.completed_at = self._clock()
             job.expires_at = job.completed_at + self._ttl
             job.seconds_left = None
