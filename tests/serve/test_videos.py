@@ -295,6 +295,13 @@ def test_wrong_forms_are_refused(client):
     files = {"input_reference": ("a.png", saved("PNG")), "last_image": ("b.png", saved("PNG"))}
     refused = error_of(client.post("/v1/videos", data={**fields, "num_frames": "5"}, files=files))
     assert refused["message"].startswith("last_image: needs a model for first and last frame")
+    twice = [(name, (None, PNG)) for name in ("input_reference", "input_reference[image_url]")]
+    scales = [("conditioning_scale", (None, scale)) for scale in "12"]
+    numbered = [("reference_images[0]", (None, PNG))]
+    listed = [("reference_images[]", (None, PNG))]  # read, and this model takes none
+    cases = {"input_reference": twice, "conditioning_scale": scales, "reference_images[0]": numbered}
+    for name, several in {**cases, "reference_images": listed}.items():
+        assert error_of(client.post("/v1/videos", data=fields, files=several))["param"] == name
     url = {"input_reference[image_url]": (None, "https://example.com/a.png")}
     assert error_of(client.post("/v1/videos", data=fields, files=url))["param"] == "input_reference.image_url"
     headers = {"content-type": "multipart/form-data; boundary=x"}

@@ -175,23 +175,25 @@ async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate,
         return body, _references(body)
     uploads: Uploads = {}
     values: dict[str, Any] = {}
-    files = len(_FILES) - 1 + MAX_REFERENCES
+    files, known = len(_FILES) - 1 + MAX_REFERENCES, VideoCreate.__struct_fields__
     async with request.form(max_files=files, max_fields=_PARTS, max_part_size=2 * max_bytes) as form:
         for name, value in form.multi_items():
+            name = name.removesuffix("[]")  # as openai-python and PHP name the fields of lists
             if isinstance(value, UploadFile):  # its name is the client's, and is not read
-                name = name.removesuffix("[]")
                 if name not in _FILES:
                     raise field_error(name[:64], f"expected the file in one of {', '.join(_FILES)}")
                 if _OPTIONS[name] in uploads and name != "reference_images":
                     raise field_error(name, "give one file")
                 uploads.setdefault(_OPTIONS[name], []).append(Upload(await value.read(), name))
-            elif nested := _NESTED.fullmatch(name):
-                values.setdefault(nested[1], {})[nested[2]] = value
-            elif name == "reference_images":
-                picture = _form_value(name, value)
-                values.setdefault(name, []).extend(picture if isinstance(picture, list) else [picture])
+                continue
+            nested = _NESTED.fullmatch(name)
+            name, value = (nested[1], {nested[2]: value}) if nested else (name, _form_value(name, value))
+            if name == "reference_images":
+                values.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+            elif (field := name.partition("[")[0]) in known and (name != field or name in values):
+                raise field_error(name[:64], "give the field once; several values are a JSON list")
             else:
-                values[name] = _form_value(name, value)
+                values[name] = value
     body = decode(VideoCreate, values)
     references = _references(body)
     if both := uploads.keys() & references.keys():
