@@ -222,7 +222,12 @@ def test_a_server_with_a_dead_replica_says_so_everywhere(make_api, pair):
         ({"port": 70_000}, "port: expected a whole number of 0 to 65535"),
         ({"api_keys": ("",)}, "api_keys: "),
         ({"video_sizes": ("64",)}, "video_sizes: expected WIDTHxHEIGHT"),
-        ({"api_keys": ("schlüssel",)}, "api_keys: "),
+        *(({"api_keys": (key,)}, "api_keys: ") for key in ("schlüssel", "secret ", "sec\nret")),
+        *(({"allowed_hosts": (host,)}, "allowed_hosts: ") for host in ("a.b:80", "http://a.example", "[::1]", "*")),
+        *(
+            ({"allowed_origins": (origin,)}, "allowed_origins: ")
+            for origin in ("*", "a.example", "https://a.example/", "https://A.example")
+        ),
         ({"max_embedding_inputs": 10, "max_queued_embedding_inputs": 9}, "max_queued_embedding_inputs: .* 10, got 9"),
     ],
 )

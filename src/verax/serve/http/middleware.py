@@ -184,7 +184,6 @@ class Security(Layer):
         super().__init__(app, server)
         settings = server.settings
         self._keys = [_digest(key) for key in settings.api_keys]
-        self._origins = frozenset(origin.rstrip("/").lower() for origin in settings.allowed_origins)
         own = {settings.host.lower(), *_LOOPBACK_NAMES} if is_loopback(settings.host) else set()
         self._hosts = frozenset({*own, *(host.lower() for host in settings.allowed_hosts)})
 
@@ -209,7 +208,7 @@ class Security(Layer):
 
     def _check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
-        if origin is None or origin.lower() in self._origins:
+        if origin is None or origin in self._server.settings.allowed_origins:
             return
         if origin.lower().partition("://")[2] != headers.get("host", "").lower():
             problem = f"origin: {origin[:100]!r} may not call this server; --allowed-origins adds origins"

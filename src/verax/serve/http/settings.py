@@ -12,6 +12,11 @@ from verax.options import check_options, documented, option
 SIZE = r"[1-9][0-9]{0,4}x[1-9][0-9]{0,4}"
 """Regular expression of the size of a clip: `WIDTHxHEIGHT` in pixels."""
 
+_HOST = re.compile(r"[^\s/:*\[\]]+|[0-9a-f.]*:[0-9a-f.:]*:[0-9a-f.:]*", re.IGNORECASE)
+"""Name, or address of IPv4 or IPv6."""
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/A-Z]+|null")
+
 _ACCESS = "Access"
 _LIMITS = "Limits"
 
@@ -103,8 +108,17 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if not all(key.strip() and key.isascii() for key in self.api_keys):
-            raise InvalidParameterError("api_keys: expected keys of ASCII characters that are not empty")
+        # What no request can have would lock everyone out.
+        if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in self.api_keys):
+            raise InvalidParameterError("api_keys: expected keys of ASCII characters, not empty, without spaces around")
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                problem = f"expected a name or address without a port, such as example.com, got {host!r}"
+                raise InvalidParameterError(f"allowed_hosts: {problem}")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                problem = f"expected an origin as browsers send it, such as https://example.com, got {origin!r}"
+                raise InvalidParameterError(f"allowed_origins: {problem}")
         for size in self.video_sizes:
             if not re.fullmatch(SIZE, size):
                 raise InvalidParameterError(f"video_sizes: expected WIDTHxHEIGHT such as 832x480, got {size!r}")
