@@ -102,6 +102,14 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_conversation(at_termin
     assert "cannot write" in shown.err
 
 
+def test_a_message_that_does_not_fit_leaves_the_conversation_as_it_was(at_terminal, folder, tmp_path):
+    saved = tmp_path / "talk.json"
+    shown = at_terminal("-m", folder, *QUICK, lines=["abc", "def " * 300, f"/save {saved}"])
+    assert "error: prompt: " in shown.err
+    assert "dropped" not in shown.err
+    assert [message["role"] for message in json.loads(saved.read_text())] == ["user", "assistant"]
+
+
 def test_the_oldest_turns_are_dropped_when_the_context_is_full(folder, capsys):
     llm = LLM(folder, dtype="float32", max_num_seqs=1, max_model_len=96, use_tqdm=False)
     talk = Conversation(llm, SamplingParams(temperature=0, max_tokens=4), "fox", show=False)

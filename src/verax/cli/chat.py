@@ -15,6 +15,7 @@ import typer
 
 from verax.cli import options
 from verax.cli.options import Flags
+from verax.errors import VeraxError
 from verax.files import model_name
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.features.tool_calls import CLOSE_REASONING, OPEN_REASONING, Delta, join
@@ -78,7 +79,13 @@ def chat(
             if not _command(talk, turn):
                 return
             continue
-        output = talk.say(turn)
+        try:
+            output = talk.say(turn)
+        except VeraxError as error:  # such as a text that is longer than the context
+            if not interactive:
+                raise
+            sys.stderr.write(f"error: {error}\n")
+            continue
         if as_json and output is not None:
             sys.stdout.write(json.dumps(output.to_dict(), ensure_ascii=False) + "\n")
 
@@ -106,17 +113,24 @@ class Conversation:
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> RequestOutput | None:
-        """Answer one message: show the answer while it is generated, and keep it. None if Ctrl-C stopped it."""
+        """Answer one message: show the answer while it is generated, and keep it. None if Ctrl-C stopped it.
+
+        Raises:
+            VeraxError: if the message cannot be answered. The conversation is as it was before it.
+        """
         from verax.text.features.chat_format import parser_for
 
+        before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
-        self._make_room()
         try:
+            dropped = self._make_room()
             pieces = self._llm.stream(self.messages, self._params, self._adapter)
             prompt = self._llm.render(self.messages)
         except Exception:
-            self.messages.pop()
+            self.messages = before
             raise
+        if dropped:
+            sys.stderr.write(f"(the context is full: {dropped} oldest turns dropped)\n")
         parser = parser_for(self._form, tools=None, prompt=prompt, parse_tool_calls=False, parse_reasoning=True)
         deltas: list[Delta] = []
         output, self._in_reasoning = None, False
@@ -149,14 +163,14 @@ class Conversation:
             sys.stdout.flush()
         return delta
 
-    def _make_room(self) -> None:
+    def _make_room(self) -> int:
+        """Drop the oldest turns where the context is nearly full; their number."""
         first = 1 if self.system else 0
         dropped = 0
         while len(self.messages) > first + 1 and self._length() >= self._llm.max_model_len * 3 // 4:
             del self.messages[first : first + 2]
             dropped += 1
-        if dropped:
-            sys.stderr.write(f"(the context is full: {dropped} oldest turns dropped)\n")
+        return dropped
 
     def _length(self) -> int:
         assert self._llm.tokenizer is not None
