@@ -9,7 +9,7 @@ import asyncio
 import base64
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from verax.embed.buckets import Tokens
 from verax.embed.encoder import Encoder
 from verax.embed.modules import cut
 from verax.embed.reranker import Reranker
-from verax.errors import EngineDeadError, InvalidParameterError, QueueFullError
-from verax.serve.http.errors import ApiError, field_error, model_error
+from verax.errors import EngineDeadError, QueueFullError
+from verax.serve.http.errors import ApiError, field_error, model_error, renamed
 from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.telemetry import RequestRecord
@@ -125,10 +125,7 @@ def routes(server: Server) -> list[Route]:
         _check_fixed(body, VectorFields)
         inputs = _inputs(body, settings.max_embedding_inputs)
         encoder = await server.encoder.get()
-        try:
-            dimensions = encoder.check_dimensions(body.dimensions)
-        except InvalidParameterError as error:
-            raise _renamed(error, {}) from error
+        dimensions = encoder.check_dimensions(body.dimensions)
         limit = _limit(body.truncate_prompt_tokens, encoder.max_length)
         with vectors_queue.slots(len(inputs)):
             token_ids = await asyncio.to_thread(_token_ids, inputs, encoder, limit, body.truncate_prompt_tokens is None)
@@ -223,22 +220,17 @@ def _token_ids(inputs: list[str] | list[list[int]], encoder: Encoder, limit: int
         texts = cast("list[str]", inputs)
         if whole:
             _check_characters("input", texts, limit)
-        try:
+        with renamed({"max_length": "truncate_prompt_tokens", "sentences": "input", "texts": "input"}):
             cut_texts = [text[: CHARACTERS * encoder.max_length] for text in texts]
             pairs = encoder.tokenize(cut_texts, max_length=limit)
-        except InvalidParameterError as error:
-            fields = {"max_length": "truncate_prompt_tokens", "sentences": "input", "texts": "input"}
-            raise _renamed(error, fields) from error
     else:
         pairs = [(ids[:limit], len(ids) - limit) for ids in cast("list[list[int]]", inputs)]
     if whole:
         ids, left_out = max(pairs, key=lambda pair: pair[1])
         if left_out > 0:
             raise _too_long("input", f"{len(ids) + left_out} tokens", len(ids) + left_out, limit)
-    try:
+    with renamed({"token_ids": "input"}):
         return encoder.check_tokens([ids for ids, _ in pairs])
-    except InvalidParameterError as error:
-        raise _renamed(error, {"token_ids": "input"}) from error
 
 
 def _pairs(query: str, documents: Sequence[str], reranker: Reranker, limit: int, whole: bool) -> list[Tokens]:
@@ -247,10 +239,8 @@ def _pairs(query: str, documents: Sequence[str], reranker: Reranker, limit: int,
         _check_characters("query", [query], limit)
         _check_characters("documents", documents, limit)
     length = CHARACTERS * reranker.max_length
-    try:
+    with renamed({"max_length": "truncate_prompt_tokens", "texts": "documents"}):
         pairs = reranker.tokenize(query[:length], [text[:length] for text in documents], max_length=limit)
-    except InvalidParameterError as error:
-        raise _renamed(error, {"max_length": "truncate_prompt_tokens", "texts": "documents"}) from error
     longest = max(pairs, key=lambda pair: pair.left_out)
     if whole and longest.left_out > 0:
         size = len(longest.ids) + longest.left_out
@@ -278,12 +268,6 @@ def _check_finite(results: Float32[np.ndarray, "n ..."]) -> None:
     """Check that the model gave numbers: JSON has none for others, and whoever stores vectors would not notice."""
     if not (finite := np.isfinite(results).reshape(len(results), -1).all(axis=1)).all():
         raise ApiError(500, f"the model gave no finite numbers for text {finite.argmin()}; check its weights")
-
-
-def _renamed(error: InvalidParameterError, names: Mapping[str, str]) -> ApiError:
-    """Error of an argument, naming the field that the argument came from."""
-    name, _, message = str(error).partition(": ")
-    return field_error(names.get(name, name), f"{message}")
 
 
 def _usage(lengths: Sequence[int]) -> dict[str, int]:
