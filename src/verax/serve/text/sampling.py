@@ -158,8 +158,6 @@ class GenerationRequest(SamplingStruct, kw_only=True):
     """Fields that chats and completions share: OpenAI's, then vLLM's. An absent one has the checkpoint's default."""
 
     model: str | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Probability of the tokens that are sampled from; the likeliest token alone at 0."""
     stop: Text | list[Text] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     """Makes the tokens repeatable, but for -1, which is a new seed each time."""
@@ -208,8 +206,6 @@ def sampling_params(
         for name in (*SAMPLING_OPTIONS, "stop", "stop_token_ids")
         if (value := getattr(request, name)) is not None
     }
-    if values.get("top_p") == 0:
-        values |= {"top_p": 1.0, "temperature": 0.0}
     if request.seed not in (None, -1):
         values["seed"] = request.seed % 2**63
     if request.logit_bias is not None:
