@@ -13,7 +13,6 @@ import numpy as np
 
 from verax._optional import require_optional
 from verax.errors import EngineDeadError, InvalidParameterError, VeraxError
-from verax.files import atomic_path
 from verax.ray.cluster import actor_environment, check_actors, end_actor, one_compiles, set_threads
 
 Batch = dict[str, Any]
@@ -180,8 +179,7 @@ class Clips:
                 names = [field.name for field in fields(VideoRequest)]
                 own = {name: row[name] for name in names[1:] if row.get(name) is not None}
                 clip = self._pipeline(row["prompt"], **{**self._request, **own})
-                with atomic_path(path) as partial:
-                    clip.save(partial)
+                clip.save(path)
         except (VeraxError, TypeError) as error:
             return {"path": None, "error": str(error)}
         return {"path": str(path), "error": None}
