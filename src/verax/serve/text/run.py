@@ -166,7 +166,7 @@ class Run:
         self,
         server: Server,
         request: GenerationRequest,
-        record: RequestRecord | None,
+        record: RequestRecord,
         *,
         model: str,
         prompts: Sequence[Prompt],
@@ -273,12 +273,11 @@ class Run:
             output = replace(output, outputs=[_without_tokens(part) for part in output.outputs])
         self.outputs[prompt] = output
         self.usages[prompt].add(output)
-        if self._record is not None:
-            usage = self.usage
-            if usage.completion_tokens:
-                self._record.first_token()
-            self._record.prompt_tokens = usage.prompt_tokens
-            self._record.completion_tokens = usage.completion_tokens
+        usage = self.usage
+        if usage.completion_tokens:
+            self._record.first_token()
+        self._record.prompt_tokens = usage.prompt_tokens
+        self._record.completion_tokens = usage.completion_tokens
         return output
 
     def _events_of(self, index: int, part: CompletionOutput) -> Iterator[RunEvent]:
