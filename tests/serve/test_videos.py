@@ -196,7 +196,8 @@ def test_a_form_of_a_control_clip_masks_and_reference_pictures(tmp_path):
         form = {"prompt": "a red circle", "conditioning_scale": "[1, 0.5]", "seed": "7", "half_size_steps": "1"}
         response = client.post("/v1/videos", data=form, files=files)
         assert response.status_code == 200, response.text
-        assert finished(client, response.json()["id"])["half_size_steps"] == 1
+        made = finished(client, response.json()["id"])
+        assert (made["half_size_steps"], made["conditioning_scale"]) == (1, [1, 0.5])
         got = client.get(f"/v1/videos/{response.json()['id']}/content", params={"variant": "gif"}).content
         two = [("mask", mask), ("mask", mask)]
         assert error_of(client.post("/v1/videos", data=form, files=two))["message"] == "mask: give one file"
