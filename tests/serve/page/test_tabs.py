@@ -38,8 +38,11 @@ def test_a_clip_from_prompt_to_download(page, fake, tmp_path):
     card.get_by_text("Settings").click()
     assert card.get_by_role("definition").all_inner_texts() == ["7"]
     page.get_by_label("Prompt").fill("")
+    page.get_by_label("Frames", exact=True).fill("33")
     card.get_by_label("Use these settings").click()
     assert page.get_by_label("Prompt").input_value() == "A red ball rolls"
+    assert page.get_by_label("Seed").input_value() == "7"
+    assert page.get_by_label("Frames", exact=True).input_value() == ""  # another clip's
     card.get_by_label("Delete").click()
     card.wait_for(state="detached")
 

@@ -203,9 +203,9 @@ class ClipsTab extends HTMLElement {
 
   reuse(job) {
     const settings = { ...remembered(job.id), ...known(job), prompt: job.prompt };
-    const { elements } = this.form;
-    for (const [name, value] of Object.entries(settings)) if (elements[name]) elements[name].value = value;
-    elements.prompt.focus();
+    // A setting that the clip did not have is empty; files have no names, and stay.
+    for (const input of this.form.elements) if (input.name) input.value = settings[input.name] ?? "";
+    this.form.elements.prompt.focus();
   }
 
   async remove(job) {
