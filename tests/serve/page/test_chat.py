@@ -95,6 +95,19 @@ def test_the_conversation_and_the_settings_are_sent(page, fake):
     assert not {"logprobs", "top_p"} & set(body)
 
 
+def test_settings_that_cannot_be_read_are_an_error_and_no_request(page, fake):
+    page.get_by_role("button", name="Settings", exact=True).click()
+    page.get_by_text("Structured answers and tools").click()
+    page.get_by_label("Tools").fill("[{")
+    before = len(fake.requests)
+    ask(page, "one")
+    expect(answers(page).last).to_contain_text("Tools: this is not JSON yet")
+    assert len(fake.requests) == before
+    page.get_by_label("Tools").fill("")
+    answers(page).last.get_by_label("Regenerate").click()
+    finished(page)
+
+
 BELOW = "log => Math.round(log.scrollHeight - log.scrollTop - log.clientHeight)"
 """Pixels of the log below what is in sight."""
 

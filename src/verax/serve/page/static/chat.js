@@ -204,13 +204,14 @@ class ChatTab extends HTMLElement {
 
   answer(conversation, parent) {
     const node = add(conversation, parent, "assistant", "");
-    const body = { model: this.model.value || undefined };
+    const body = { model: this.model.value || undefined, messages: messages(conversation, node, this.panel.system) };
     try {
       Object.assign(body, this.panel.body());
-    } catch (error) {
-      notice(error.message, "error");
+    } catch (error) { // an answer without these settings would be another one
+      node.error = error.message;
+      store.put(conversation).then(() => this.showList());
+      return this.show();
     }
-    body.messages = messages(conversation, node, this.panel.system);
     this.run(conversation, node, (one, options) => ask(one, body, options));
   }
 
