@@ -7,6 +7,7 @@ import pytest
 
 from tests.serve.conftest import error_of, joined, named
 from verax.serve.text.completions import CompletionLogprobs
+from verax.text.engine.async_llm import AsyncLLM
 from verax.text.engine.outputs import Logprob
 
 PATH = "/v1/completions"
@@ -47,6 +48,16 @@ def test_a_stream_joined_is_the_whole_answer(api, more):
             np.testing.assert_allclose(*(np.asarray(values, np.float64) for values in scores), rtol=1e-5)
         for name in ("text", "logprobs", "finish_reason"):
             assert result[name] == choice[name]
+
+
+def test_an_engine_without_a_tokenizer_gives_tokens_and_refuses_what_needs_their_text(make_api, new_llm):
+    llm = new_llm()
+    llm.tokenizer = None
+    api, body = make_api(AsyncLLM.from_llm(llm)), {**BODY, "prompt": [5, 6], "return_token_ids": True}
+    (choice,) = api.ok(PATH, body)["choices"]
+    assert (choice["text"], len(choice["token_ids"])) == ("", 8)
+    assert api.refused(PATH, {**body, "logprobs": 0})["param"] == "logprobs"
+    assert api.refused(PATH, {**body, "echo": True})["param"] == "echo"
 
 
 def test_choices_of_several_prompts_are_in_their_order(api):

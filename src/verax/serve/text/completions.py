@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 from starlette.routing import Route
 
-from verax.errors import InvalidParameterError
 from verax.serve.http.errors import field_error
 from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, data_event
@@ -68,6 +67,9 @@ def _run(server: Server, request: CompletionRequest, record: RequestRecord) -> R
         raise field_error("suffix", "it is not supported here")
     if request.best_of not in (None, request.n or 1):
         raise field_error("best_of", "it must be n, as all answers are returned")
+    if server.engine.tokenizer is None and (request.echo or request.logprobs is not None):
+        problem = "this engine has no tokenizer, so tokens have no text"
+        raise field_error("echo" if request.echo else "logprobs", problem)
     prompts = prompts_of(request.prompt, server.settings.max_prompts)
     limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     echoed: dict[str, Any] = (
@@ -191,7 +193,8 @@ class _Answer:
         output = run.outputs[new.index // run.n]
         if new.index not in self._lengths:
             self._lengths[new.index] = 0
-            if request.logprobs is not None and run.tokenizer is not None:
+            if request.logprobs is not None:
+                assert run.tokenizer is not None
                 skip = run.params.skip_special_tokens
                 logprobs = CompletionLogprobs(request.logprobs, run.tokenizer, skip_special_tokens=skip)
                 self._logprobs[new.index] = logprobs
@@ -217,8 +220,7 @@ class _Answer:
     def _echo(self, index: int, output: RequestOutput | None) -> str:
         """Text of the prompt, whose log-probabilities are added to a choice's."""
         tokenizer = self._run.tokenizer
-        if tokenizer is None:
-            raise InvalidParameterError("echo: this engine has no tokenizer, so it has no text")
+        assert tokenizer is not None
         assert output is not None
         ids = output.prompt_token_ids
         text = tokenizer.decode(ids, skip_special_tokens=False) if output.prompt is None else output.prompt
