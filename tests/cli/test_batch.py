@@ -11,6 +11,7 @@ from tests.batch.test_run import answers_in, line, text_of
 from tests.support.tiny import tiny_checkpoint
 
 OPTIONS = ["--max-num-seqs", "2", "--max-model-len", "64", "--no-structured-outputs", "--any-model-name"]
+OPTIONS += ["--max-embedding-inputs", "10000"]  # more than a server queues
 
 LIMIT = 240
 """Seconds for a process, whose programs may have to be compiled first."""

@@ -70,8 +70,9 @@ def batch(
 
     if served.node_rank > 0:
         return served.follow()
-    checked = ServerSettings(disable_page=True, **settings)
-    unbounded = {"max_queued_requests": sys.maxsize}  # what is in flight is bounded here
+    # What is in flight is bounded here.
+    checked = ServerSettings(disable_page=True, max_queued_embedding_inputs=sys.maxsize, **settings)
+    unbounded = {"max_queued_requests": sys.maxsize}
     with contextlib.ExitStack() as stack:
         # Both files before minutes of loading.
         requests, size = _input(input, output)
