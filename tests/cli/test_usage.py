@@ -85,6 +85,7 @@ WRONG = [
     ((*RAY, "--embedding-model", "some/encoder"), 2, "--ray: replicas are of the text model; --embedding-model needs"),
     ((*RAY, "--video-devices", "2"), 2, "--ray: replicas are of the text model; --video-devices needs"),
     ((*RAY, "--nnodes", "2"), 2, "--ray: a replica is one process"),
+    ((*RAY, "--max-queued-requests", "0"), 2, "--max-queued-requests: on Ray a request waits"),
     ((*RAY, "--replicas", "many"), 2, "--replicas: expected a number, or two as 1:8, got 'many'"),
     (("video",), 2, "give --prompt, or a file of prompts with --batch"),
     ((*CLIPS, "-o", "clips", "--prompt", "a"), 2, "--batch: --prompt is for one clip; leave it out"),

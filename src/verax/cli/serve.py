@@ -127,6 +127,8 @@ def serve(
     if served.on_ray and served.others:
         message = f"--ray: replicas are of the text model; --{served.others[0]} needs a server of its own"
         raise typer.BadParameter(message)
+    if served.on_ray and queue["max_queued_requests"] == 0:
+        raise typer.BadParameter("--max-queued-requests: on Ray a request waits until a replica has it; give 1 or more")
     for module in ("uvicorn", "httptools"):
         require_optional(module)
     from verax.serve.http.server import Server
