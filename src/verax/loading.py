@@ -204,8 +204,7 @@ def _untied(model_class: Callable[..., Any], config: Any, opened: Checkpoint) ->
     for pair in getattr(model_class, "tied_weights", {}).items():
         keys = [_find(key, present, model_class) for key in pair]
         if present.issuperset(keys):
-            head, table = cast(Any, map(opened.read, keys))
-            same = {*keys}.isdisjoint(opened.packed) and np.array_equal(head, table)
+            same = {*keys}.isdisjoint(opened.packed) and np.array_equal(*cast(Any, map(opened.read, keys)))
             for key in keys:
                 opened.release(key)
             if not same:
