@@ -264,7 +264,7 @@ def rerank(
     from verax.embed.token_encoder import TokenEncoder, is_token_model
 
     reranker: Any
-    if is_token_model(*open_folder(model, loading.get("revision"))):
+    if is_token_model(*open_folder(model, None)):
         if instruction is not None:
             raise typer.BadParameter("--instruction: a model of token vectors reads none")
         reranker, ranking = TokenEncoder(model, **loading), {}
