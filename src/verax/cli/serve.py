@@ -307,7 +307,7 @@ def _load(
     def pipeline() -> Any:
         from verax.video.pipeline import VideoPipeline
 
-        return VideoPipeline.from_pretrained(video_model, **videos)
+        return VideoPipeline.from_pretrained(video_model, show_progress=False, **videos)
 
     lazy = lambda model, load: LazyModel(model_name(model), load, root=model)
     llm = AsyncLLM(model, **text)
