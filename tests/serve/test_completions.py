@@ -68,6 +68,14 @@ def test_choices_of_several_prompts_are_in_their_order(api):
     assert body["usage"]["completion_tokens"] == 4 * BODY["max_tokens"]
 
 
+def test_the_log_line_counts_the_tokens_of_all_prompts(api, caplog):
+    with caplog.at_level("INFO", logger="verax.serve.access"):
+        usage = api.ok(PATH, {**BODY, "prompt": ["once upon", "abc"], "n": 2})["usage"]
+    fields = caplog.records[-1].fields
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert fields[name] == usage[name]
+
+
 def test_an_echo_of_nothing_more_is_the_prompt_with_its_logprobs(api):
     body = api.ok(PATH, {**BODY, "echo": True, "max_tokens": 0, "logprobs": 1})
     (choice,) = body["choices"]

@@ -272,12 +272,14 @@ class Run:
         if self._drop:
             output = replace(output, outputs=[_without_tokens(part) for part in output.outputs])
         self.outputs[prompt] = output
-        self.usages[prompt].add(output)
-        usage = self.usage
+        usage, record = self.usages[prompt], self._record
+        before = usage.prompt_tokens, usage.completion_tokens
+        usage.add(output)
         if usage.completion_tokens:
-            self._record.first_token()
-        self._record.prompt_tokens = usage.prompt_tokens
-        self._record.completion_tokens = usage.completion_tokens
+            record.first_token()
+        # What is new, as a sum over all prompts for the output of each would take longer than a step.
+        record.prompt_tokens = (record.prompt_tokens or 0) + usage.prompt_tokens - before[0]
+        record.completion_tokens = (record.completion_tokens or 0) + usage.completion_tokens - before[1]
         return output
 
     def _events_of(self, index: int, part: CompletionOutput) -> Iterator[RunEvent]:
