@@ -182,7 +182,8 @@ def test_special_tokens_are_put_around_a_text_by_default(api, served_llm):
 
 def test_only_allowed_pages_get_permission_before_a_request(make_api):
     settings = ServerSettings(allowed_origins=("https://good.example",), api_keys=("secret",))
-    client = TestClient(create_app(Server(settings=settings)), base_url="http://127.0.0.1")
+    server = Server(settings=settings)
+    client = TestClient(create_app(server), base_url="http://127.0.0.1")
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
     allowed = client.options(CHAT, headers={**asked, "Origin": "https://good.example"})
     assert allowed.status_code == 200
@@ -197,3 +198,7 @@ def test_only_allowed_pages_get_permission_before_a_request(make_api):
     assert wrong_key.status_code == 401
     assert wrong_key.headers["access-control-allow-origin"] == "https://good.example"
     assert "retry-after" in wrong_key.headers["access-control-expose-headers"]
+    server.draining = True
+    ending = client.get("/v1/models", headers={"Origin": "https://good.example"})
+    assert ending.status_code == 503
+    assert ending.headers["access-control-allow-origin"] == "https://good.example"

@@ -92,8 +92,8 @@ ROUTES = (
 
 def create_app(server: Server) -> Starlette:
     """The ASGI application of a server."""
-    layers = [Middleware(RequestLog, server)]
-    if server.settings.allowed_origins:
+    layers: list[Middleware] = []
+    if server.settings.allowed_origins:  # around all others, so that a page can read each of their errors
         layers.append(
             Middleware(
                 CORSMiddleware,
@@ -103,7 +103,7 @@ def create_app(server: Server) -> Starlette:
                 expose_headers=["x-request-id", "retry-after"],
             )
         )
-    layers += [Middleware(Security, server), Middleware(BodyLimit, server)]
+    layers += [Middleware(layer, server) for layer in (RequestLog, Security, BodyLimit)]
     functions = ROUTES if server.settings.disable_page else (*ROUTES, page.routes)
     app = Starlette(
         routes=[route for routes in functions for route in routes(server)],

@@ -60,7 +60,7 @@ class Layer:
 
 
 class RequestLog(Layer):
-    """Outermost layer: gives each request an id, counts it, turns every exception into an answer, and logs one line."""
+    """Outer layer: gives each request an id, counts it, turns every exception into an answer, and logs one line."""
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve an HTTP request."""
