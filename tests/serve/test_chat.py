@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serve.conftest import joined, named
+from tests.serve.conftest import error_of, joined, named
 from verax.serve.http.body import decode
 from verax.serve.text.chat import ChatRequest, template_messages
 
@@ -214,6 +214,12 @@ def test_prompt_logprobs_are_for_whole_answers(api):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_wrong_field_is_a_400_that_names_it(api, change, param, stream):
     assert api.refused(PATH, {**BODY, "stream": stream, **change})["param"] == param
+
+
+def test_streams_outlive_their_connection_only_where_the_page_can_resume_them(api, make_api):
+    body, wrong = {**BODY, "stream": True}, {"X-Conversation-Id": "short"}
+    assert "X-Conversation-Id" in error_of(api.post(PATH, body, headers=wrong))["message"]
+    assert make_api(disable_page=True).post(PATH, body, headers=wrong).status_code == 200
 
 
 def test_fields_without_a_meaning_here_are_accepted(api):

@@ -350,9 +350,9 @@ def routes(server: Server) -> list[Route]:
     async def count(request: ChatRequest, record: RequestRecord) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": await count_tokens(server, request)}
 
-    path = "/chat/completions"
+    path, paged = "/chat/completions", not server.settings.disable_page  # the page's routes resume a stream
     return [
-        *text_routes(server, path, ChatRequest, start, _Answer, resumable=True, summary="Answer a conversation."),
+        *text_routes(server, path, ChatRequest, start, _Answer, resumable=paged, summary="Answer a conversation."),
         *json_routes(f"{path}/input_tokens", ChatRequest, count, summary="Count a chat's tokens."),
     ]
 
