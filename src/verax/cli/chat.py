@@ -96,11 +96,13 @@ class Conversation:
     def __init__(
         self, llm: LLM, params: SamplingParams, system: str | None, *, show: bool, adapter: LoRARequest | None = None
     ):
-        from verax.text.features.chat_format import ChatFormat, chat_format
+        from verax.text.features.chat_format import chat_format
 
+        assert llm.tokenizer is not None
         self._llm = llm
         self._adapter = adapter
-        self._form = ChatFormat() if llm.tokenizer is None else chat_format(llm.tokenizer)
+        self._tokenizer = llm.tokenizer
+        self._form = chat_format(llm.tokenizer)
         self._params = replace(params, **self._form.sampling_overrides)
         self._show = show
         self._in_reasoning = False
@@ -173,8 +175,7 @@ class Conversation:
         return dropped
 
     def _length(self) -> int:
-        assert self._llm.tokenizer is not None
-        return len(self._llm.tokenizer.encode(self._llm.render(self.messages), add_special_tokens=False))
+        return len(self._tokenizer.encode(self._llm.render(self.messages), add_special_tokens=False))
 
 
 def _turns(interactive: bool) -> Iterator[str]:

@@ -217,7 +217,7 @@ def lora_request(lora: str | None) -> LoRARequest | None:
 
 def with_chat_template(llm: Any, file: Path | None) -> None:
     """Render the conversations of an engine, whose tokenizer is replaced, with a file's template, if one is given."""
-    if file is None or llm.tokenizer is None:
+    if file is None:
         return
     try:
         llm.tokenizer = llm.tokenizer.with_chat_template(file.read_text(encoding="utf-8-sig"))
