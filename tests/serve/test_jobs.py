@@ -200,6 +200,15 @@ def store():
     assert not store.folder.exists()
 
 
+def test_clips_do_not_outlive_a_store_that_nothing_closes():
+    store = ClipStore(max_bytes=1 << 20)
+    store.write("video_a", NOISE, 8)
+    folder = store.folder
+    with pytest.warns(ResourceWarning):
+        del store
+    assert not folder.exists()
+
+
 def test_large_frames_are_made_small_but_for_the_clip(store):
     store.write("video_a", np.zeros((2, 640, 1280, 3), np.uint8), 8)
     assert read_clip(store.path("video_a", "gif"))[0].shape[1:] == (160, 320, 3)

@@ -63,7 +63,9 @@ class ClipStore:
         require_optional("av")
         require_optional("PIL.Image")
         self.max_bytes = max_bytes
-        self.folder = Path(tempfile.mkdtemp(prefix="verax-videos-"))
+        # It removes itself where an error ends the server before `close`.
+        self._temporary = tempfile.TemporaryDirectory(prefix="verax-videos-", ignore_cleanup_errors=True)
+        self.folder = Path(self._temporary.name)
         # Sizes are noted as files are written: a look at the files would hold up the event loop.
         self._sizes: dict[str, int] = {}
 
@@ -111,7 +113,7 @@ class ClipStore:
 
     def close(self) -> None:
         """Remove everything."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._temporary.cleanup()
         self._sizes.clear()
 
     @contextmanager
