@@ -76,6 +76,13 @@ def test_the_log_line_counts_the_tokens_of_all_prompts(api, caplog):
         assert fields[name] == usage[name]
 
 
+def test_no_tokens_at_all_end_by_their_number_whatever_the_next_one_is(api):
+    body = {**BODY, "return_token_ids": True}
+    (token,) = api.ok(PATH, {**body, "max_tokens": 1})["choices"][0]["token_ids"]
+    (choice,) = api.ok(PATH, {**body, "max_tokens": 0, "stop_token_ids": [token]})["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"]) == ("length", None, [])
+
+
 def test_an_echo_of_nothing_more_is_the_prompt_with_its_logprobs(api):
     body = api.ok(PATH, {**BODY, "echo": True, "max_tokens": 0, "logprobs": 1})
     (choice,) = body["choices"]

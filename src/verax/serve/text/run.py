@@ -353,7 +353,7 @@ def _is_json(text: str) -> bool:
 
 def _without_tokens(part: CompletionOutput) -> CompletionOutput:
     reason = "length" if part.finish_reason not in (None, "abort") else part.finish_reason
-    return replace(part, text="", token_ids=(), logprobs=None, finish_reason=reason)
+    return replace(part, text="", token_ids=(), logprobs=None, finish_reason=reason, stop_reason=None)
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
