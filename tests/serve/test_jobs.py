@@ -216,6 +216,14 @@ def test_large_frames_are_made_small_but_for_the_clip(store):
     assert PIL.open(store.path("video_a", "spritesheet")).size == (640, 80)
 
 
+@pytest.mark.parametrize(("fps", "shown"), [(8, 8), (50, 50), (60, 30), (240, 48)])
+def test_a_gif_lasts_as_long_as_its_clip(store, fps, shown):
+    frames = np.random.default_rng(0).integers(0, 256, (2 * fps, 16, 16, 3), np.uint8)
+    store.write("video_a", frames, fps)
+    gif, rate = read_clip(store.path("video_a", "gif"))
+    assert (len(gif), rate) == (2 * shown, pytest.approx(shown))
+
+
 def test_what_is_kept_for_a_clip_is_on_disk_until_the_clip_is(store):
     kept = store.keep("video_a", "image", NOISE[0])
     np.testing.assert_array_equal(kept, NOISE[0])

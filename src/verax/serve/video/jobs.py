@@ -6,6 +6,7 @@ import asyncio
 import errno
 import io
 import logging
+import math
 import secrets
 import shutil
 import tempfile
@@ -44,6 +45,10 @@ _THUMBNAIL_SIDE = 512
 
 _SPRITE_SIDE = 160
 """Longest sides in pixels of the small forms of a clip."""
+
+_GIF_FPS = 50
+"""Most frames per second of a GIF: browsers show the fastest ones slowly. Of a faster clip it has every second frame,
+or fewer."""
 
 _SPRITES = 16
 """Frames of a sprite sheet, at even distances, in rows of four."""
@@ -93,7 +98,8 @@ class ClipStore:
             for kept in folder.glob("*.npy"):
                 kept.unlink()
             write_clip(frames, self.path(clip, "video"), fps=fps)
-            write_clip(_within(frames, _GIF_SIDE), self.path(clip, "gif"), fps=min(fps, 50))
+            every = math.ceil(fps / _GIF_FPS)
+            write_clip(_within(frames[::every], _GIF_SIDE), self.path(clip, "gif"), fps=fps / every)
             self.path(clip, "thumbnail").write_bytes(jpeg(_within(frames[len(frames) // 2], _THUMBNAIL_SIDE)))
             self.path(clip, "spritesheet").write_bytes(jpeg(_sprites(frames)))
 
