@@ -27,7 +27,8 @@ def request(name, **body):
 
 
 def test_a_file_is_answered_continued_and_its_errors_run_again(run, model, tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(text_of([request("a"), request("b", temperature=-1), request("c")]))
+    long = request("c", user="x" * (9 << 20))  # more bytes than a server reads
+    (tmp_path / "in.jsonl").write_bytes(text_of([request("a"), request("b", temperature=-1), long]))
     command = ["batch", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", model, *OPTIONS]
     done = run(*command)
     assert (done.status, done.out) == (1, "")
