@@ -224,6 +224,15 @@ def test_too_many_or_too_long_headers_are_cut_off(raw, headers):
     assert b" 200 " in answer.splitlines()[0]
 
 
+@pytest.mark.parametrize("cut", [0, 10_000])
+def test_a_head_after_a_long_body_in_the_same_bytes_is_not_long(raw, cut):
+    body = b'{"prompt":"' + b"a" * 20_000 + b'"}'
+    first = HEAD.replace(b"14", b"%d" % len(body)) + body
+    second = HEAD.replace(b"Host", b"Connection: close\r\nHost") + BODY
+    answer = raw(first[:cut], first[cut:] + second[:30], second[30:])
+    assert answer.count(b"HTTP/1.1 200") == 2
+
+
 @pytest.mark.parametrize(
     "rest", [b"5;", b"3\r\n{} \r\n0\r\nX", b"3\r\n{} \r\n0\r\nX: "], ids=["extension", "name", "trailer"]
 )

@@ -53,6 +53,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         """Bytes of a head that is not complete; -1 once it is complete."""
+        self._begun = 0
+        """Messages in the newest bytes of the client, with one whose body continues there."""
         self._read = b""
         """Newest bytes of the client."""
         self._overhead = 0
@@ -82,6 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin a request."""
         self._head_bytes = 0
+        self._begun += 1
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -98,9 +101,10 @@ class HttpProtocol(HttpToolsProtocol):
         """Take bytes of the client."""
         self._overhead += len(data)
         self._read = data
+        self._begun = int(self.cycle is not None and self.cycle.more_body)
         super().data_received(data)
-        if self._head_bytes >= 0:
-            self._head_bytes += len(data)
+        if self._head_bytes >= 0:  # of the second message nobody knows where in the bytes it begins
+            self._head_bytes += len(data) if self._begun < 2 else 1
         # The parser holds an unfinished head or trailer, however long. The middleware bounds a finished head.
         unfinished = self._overhead if self._head_bytes < 0 else self._head_bytes
         if unfinished > MAX_HEADER_BYTES and not self.transport.is_closing():
