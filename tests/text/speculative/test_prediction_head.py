@@ -79,6 +79,14 @@ def test_more_sequences_than_the_limit_have_no_drafts(mtp):
     assert drafted == 0
 
 
+def test_blocks_of_drafts_that_are_not_made_find_room_in_the_step(head_folder, monkeypatch):
+    """The first step after decode steps drafts nothing, and has blocks for the drafts that were wanted."""
+    llm = make_llm(head_folder, speculative_config=MTP, block_size=1)
+    free_drafts(llm, monkeypatch)
+    drafted, _ = assert_unchanged(llm, PROMPTS[:3], [dataclasses.replace(GREEDY, max_tokens=n) for n in (6, 12, 20)])
+    assert drafted > 0
+
+
 def test_what_cannot_be_served_is_refused(folder, tmp_path):
     with pytest.raises(UnsupportedModelError, match=r"expected a head of multi-token prediction .* got none"):
         make_llm(folder, speculative_config=MTP)

@@ -421,7 +421,10 @@ class ModelRunner:
         rows, tokens = len(schedule.chunks), schedule.num_tokens
         if schedule.verify_tokens and self.config.most_predicted:
             drafts = max(1, *(len(chunk.drafts) for chunk in schedule.chunks))
-            return next(s for s in self.config.shapes if s.rows >= rows and s.drafts >= drafts)
+            # Sequences keep the blocks of drafts that were wanted and are not made.
+            blocks, size = sum(len(chunk.new_blocks) for chunk in schedule.chunks), self.config.block_size
+            alike = (s for s in self.config.shapes if s.rows >= rows and s.drafts >= drafts)
+            return next(s for s in alike if s.num_updates(size) >= blocks)
         if schedule.verify_tokens:
             size = at_least(self.config.verify_tokens, schedule.verify_tokens)
             adapted = schedule.adapted
