@@ -230,7 +230,8 @@ def test_stop_tokens_end_a_sequence_and_min_tokens_holds_them_back(llm):
 
 def test_prompts_of_each_shape_are_recognised(llm):
     assert len(llm.generate("abc", GREEDY)) == 1
-    assert len(llm.generate([5, 6, 7], GREEDY)) == 1
+    for one in ([5, 6, 7], np.asarray([5, 6, 7]), jnp.asarray([5, 6, 7])):
+        assert tokens(llm.generate(one, GREEDY)) == [alone(llm, [5, 6, 7], GREEDY)]
     assert len(llm.generate(["abc", [5, 6]], GREEDY)) == 2
     assert llm.generate([], GREEDY) == []
     named = llm.generate([{"prompt_token_ids": [5, 6, 7]}, {"prompt": "abc"}], GREEDY)

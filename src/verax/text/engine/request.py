@@ -36,7 +36,8 @@ def batch_of(prompts: Prompt | abc.Sequence[Prompt]) -> list[str | abc.Sequence[
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
         raise InvalidParameterError(f"prompts: expected texts or lists of token ids, got {prompts!r}")
     items: list[Any] = list(prompts)
-    if items and not isinstance(items[0], (str, Mapping)) and not hasattr(items[0], "__len__"):
+    # A number in an array of JAX or PyTorch has a `__len__`, too, which fails.
+    if items and (not hasattr(items[0], "__len__") or getattr(items[0], "ndim", None) == 0):
         return [items]
     return [content(item) for item in items]
 
