@@ -309,6 +309,15 @@ def test_a_stream_that_is_dropped_leaves_the_other_requests_and_nothing_else(llm
     assert not llm.has_unfinished_requests
 
 
+def test_a_stream_of_an_engine_that_fell_asleep_is_refused(llm):
+    pieces = llm.stream(PROMPTS[1], GREEDY)
+    llm.sleep()
+    with pytest.raises(InvalidParameterError, match="the engine sleeps"):
+        next(pieces)
+    llm.wake_up()
+    assert not llm.has_unfinished_requests
+
+
 @pytest.fixture(scope="module")
 def hybrid_answers(hybrid_llm):
     """The greedy answers of the model by itself."""

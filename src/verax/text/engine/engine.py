@@ -122,11 +122,10 @@ class Engine:
         Raises:
             RequestRefusedError: if it could never be served: an empty or too long prompt, a token outside of the
                 vocabulary.
-            InvalidParameterError: for a text, a stop string or a stream without a tokenizer, a form of the answer that
-                cannot be compiled, or an engine that sleeps.
+            InvalidParameterError: for a text, a stop string or a stream without a tokenizer, or a form of the answer
+                that cannot be compiled.
             CheckpointError: if the adapter cannot be read or does not fit the model.
         """
-        self.runner.check_awake()
         params, prompt, special = inputs.params, inputs.prompt, inputs.add_special_tokens
         adapter, grammar = self.load_adapter(inputs.lora_request), self.compile_grammar(params)
         if inputs.is_chat:
@@ -149,7 +148,12 @@ class Engine:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a prepared request. If it is refused, what is queued already is not affected."""
+        """Queue a prepared request. If it is refused, what is queued already is not affected.
+
+        Raises:
+            InvalidParameterError: for an id that is in use, an answer so far that ends early, or an engine that sleeps.
+        """
+        self.runner.check_awake()
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request_id: {request.request_id!r} is in use by an unfinished request")
         params, tokens = request.params, request.prompt_token_ids
