@@ -196,6 +196,14 @@ async def test_the_queue_is_bounded_by_requests_and_by_prompt_tokens(served, mon
     await until_idle(served)
 
 
+async def test_prompts_that_find_free_slots_together_do_not_wait(served, monkeypatch):
+    monkeypatch.setattr(served._replicas, "max_queued_tokens", 1)
+    slots = served.llm.engine.scheduler.max_num_seqs
+    for prompt in (PROMPTS[1], "once upon a time"):
+        outputs = await asyncio.gather(*(served.collect(prompt, GREEDY) for _ in range(slots)))
+        assert all(output.finished for output in outputs)
+
+
 @pytest.mark.parametrize(
     "bounds", [{"max_queued_requests": -1}, {"max_queued_requests": None}, {"max_queued_tokens": 1.5}]
 )

@@ -368,14 +368,16 @@ class EngineThread:
             self._outbox.post(partial(self._outbox.observe, self.number, stats))
 
     def _add(self, live: LiveRequest, request: Request) -> None:
-        num_tokens = len(request.prompt_token_ids) * request.params.n
-        self._num_arrived += request.params.n
+        n, scheduler = request.params.n, self.engine.scheduler
+        num_tokens = len(request.prompt_token_ids) * n
+        self._num_arrived += n
         self._tokens_arrived += num_tokens
         if live.closed or live.aborted:
             self._outbox.post(partial(self._outbox.cancel, live))
             return
         try:
-            self._check_room(num_tokens)
+            if len(scheduler.running) + len(scheduler.waiting) + n > scheduler.max_num_seqs:
+                self._check_room(num_tokens)
             self.engine.add(request)
         except BaseException as error:  # a panic of the grammar's library is not an Exception
             own = error if isinstance(error, Exception) else VeraxError(f"the request cannot begin: {error!r}")
