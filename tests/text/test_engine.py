@@ -131,6 +131,14 @@ def test_logprobs_are_the_models_own(model):
         assert abs(sample.cumulative_logprob - sum(chosen)) < 1e-6
 
 
+def test_only_the_prompt_of_a_scored_request_takes_mixed_steps(llm, monkeypatch):
+    shapes, dispatch = [], llm.engine.runner._dispatch
+    monkeypatch.setattr(llm.engine.runner, "_dispatch", lambda *step: shapes.append(step[0]) or dispatch(*step))
+    (scored,) = generate(llm, PROMPTS[3:4], replace(GREEDY, prompt_logprobs=1))
+    assert [shape.decode for shape in shapes] == [False] * 2 + [True] * 19
+    assert scored.outputs[0].token_ids == alone(llm, PROMPTS[3])
+
+
 def test_a_step_with_prompts_may_have_as_many_rows_as_tokens(llm, tiny_folder):
     wide = make_llm(tiny_folder, max_num_seqs=32)
     assert any(not shape.decode and shape.rows == shape.tokens for shape in wide.engine.runner.config.shapes)

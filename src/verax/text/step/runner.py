@@ -431,9 +431,7 @@ class ModelRunner:
             return next(s for s in self.config.shapes if s.verify and s.tokens == size and s.adapters == adapted)
         if any(chunk.num_sampled > 1 for chunk in schedule.chunks):
             return next(shape for shape in self.config.repeated if shape.rows >= rows)
-        # Only a mixed step scores prompts.
-        decode = all(c.count == 1 and c.sequence.request.params.prompt_logprobs is None for c in schedule.chunks)
-        if decode:
+        if schedule.only_decodes:
             return StepShape(size := at_least(self.config.decode_rows, rows), size, True, adapters=schedule.adapted)
         tokens = at_least(self.config.mixed_tokens, tokens)
         alike = (s for s in self.config.shapes if not (s.decode or s.verify) and s.adapters == schedule.adapted)
