@@ -4,6 +4,8 @@ What is lowered is what the runner compiles. A start with a folder traces nothin
 """
 
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from verax.ops._target import DeviceMemory, Target
 from verax.text.engine.blocks import most_blocks
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step import runner
-from verax.text.step.program import check_supported, new_cache
+from verax.text.step.program import CompiledPrograms, check_supported, new_cache
 from verax.text.step.sizes import block_bytes, plan_sizes
 from verax.text.step.slots import new_slots
 
@@ -165,6 +167,14 @@ def test_a_start_with_programs_traces_nothing_and_gives_the_same_tokens(tiny_fol
 def test_options_of_another_engine_are_named(tiny_folder, compiled, options, message):
     with pytest.raises(InvalidParameterError, match=message):
         start(tiny_folder, programs=compiled[0], **options)
+
+
+def test_a_prefix_cache_of_states_is_refused_where_no_program_keeps_them(hybrid_llm):
+    planned = hybrid_llm.engine.runner.config
+    compiled = CompiledPrograms(Path("programs"), {}, replace(planned, num_kept_states=0))
+    assert compiled.sizes_for(planned, EngineConfig()).num_kept_states == 0
+    with pytest.raises(InvalidParameterError, match="enable_prefix_caching: programs has no programs that keep"):
+        compiled.sizes_for(planned, EngineConfig(enable_prefix_caching=True))
 
 
 def test_another_model_is_named_by_the_first_difference(compiled, tmp_path):

@@ -454,6 +454,11 @@ class CompiledPrograms:
         check_supported(config)
         if config.kv_cache_memory is not None and planned.groups != self.sizes.groups:
             raise InvalidParameterError(f"kv_cache_memory: the cache of {self.folder} has another size; leave it out")
+        if config.enable_prefix_caching and planned.num_kept_states and not self.sizes.num_kept_states:
+            raise InvalidParameterError(
+                f"enable_prefix_caching: {self.folder} has no programs that keep recurrent states; compile with it, or "
+                "leave it out"
+            )
         for field in fields(RunnerConfig):
             if field.name == "groups" or (field.name in CHOSEN_BY_MEMORY and getattr(config, field.name, None) is None):
                 continue
