@@ -196,6 +196,16 @@ async def test_the_queue_is_bounded_by_requests_and_by_prompt_tokens(served, mon
     await until_idle(served)
 
 
+async def test_a_second_task_that_waits_for_an_answer_is_refused_and_the_first_gets_it(served):
+    stream = served.generate(PROMPTS[1], GREEDY)
+    first = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="another task waits"):
+        await anext(stream)
+    parts = [await first, *await drain(stream)]
+    assert len(join(parts)[0]["token_ids"]) == 20
+
+
 async def test_prompts_that_find_free_slots_together_do_not_wait(served, monkeypatch):
     monkeypatch.setattr(served._replicas, "max_queued_tokens", 1)
     slots = served.llm.engine.scheduler.max_num_seqs

@@ -124,10 +124,10 @@ class RequestStream(AsyncGenerator[RequestOutput, None]):
 
     async def __anext__(self) -> RequestOutput:
         live = self._live
+        if live.waiter is not None:
+            raise RuntimeError("another task waits for this answer already")
         try:
             while (output := live.take()) is None:
-                if live.waiter is not None:
-                    raise RuntimeError("another task waits for this answer already")
                 live.waiter = live.loop.create_future()
                 try:
                     await live.waiter
