@@ -154,6 +154,15 @@ def test_a_prefix_hit_changes_no_token_and_finds_an_earlier_answer(llm):
     assert again.num_cached_tokens >= 56
 
 
+def test_64_bit_numbers_elsewhere_in_a_program_change_nothing(llm, tiny_folder):
+    expected = tokens(generate(llm, PROMPTS[:4]))
+    jax.config.update("jax_enable_x64", True)
+    try:
+        assert tokens(generate(make_llm(tiny_folder), PROMPTS[:4])) == expected
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
 def test_suppressed_tokens_are_never_drawn(tiny_folder, tmp_path):
     folder = shutil.copytree(tiny_folder, tmp_path / "suppressed")
     params = [GREEDY, replace(PENALTIES, logit_bias={1: 5.0}), replace(RANDOM, temperature=2.0, n=4)]

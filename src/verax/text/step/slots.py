@@ -139,7 +139,7 @@ def admit(slots: Slots, packed: Int[Array, "n"], *, num_tokens: int, block_size:
         at += width
         if field.dtype == jnp.float32:
             row = lax.bitcast_convert_type(row, jnp.float32)
-        return lax.dynamic_update_slice(field, row[None], (slot, 0))
+        return lax.dynamic_update_slice(field, row[None], (slot, jnp.zeros_like(slot)))
 
     tokens = write(slots.tokens, num_tokens)
     tables = tuple(write(table, -(-num_tokens // block_size)) for table in slots.page_tables)
