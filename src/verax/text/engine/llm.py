@@ -234,6 +234,8 @@ class LLM:
     def sleep(self, level: int = 1) -> None:
         """Free the memory of weights and cache on the devices until `wake_up`, as vLLM does.
 
+        Adapters stay there, and so does a draft model with its cache.
+
         Args:
             level: 1 keeps the weights in the host's memory. 2 drops them, and `update_weights` has to bring others.
 
