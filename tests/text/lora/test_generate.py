@@ -1,6 +1,8 @@
 """Requests with adapters: each gets the tokens of the model that has its adapter merged, whatever else runs."""
 
 import asyncio
+import threading
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -106,6 +108,19 @@ async def test_the_asynchronous_engine_takes_adapters_and_refuses_bad_ones(lora_
     assert tokens(outputs) == [expected[number][at] for at, number in enumerate(MIXED)]
     assert isinstance(error, CheckpointError)
     assert "adapter_config.json" in str(error)
+
+
+async def test_no_other_prompt_waits_for_adapters_that_are_read(lora_llm, requests, monkeypatch):
+    read, disk = lora_llm.engine._adapters._read, threading.Event()
+    monkeypatch.setattr(lora_llm.engine._adapters, "_loaded", OrderedDict())
+    monkeypatch.setattr(lora_llm.engine._adapters, "_read", lambda request: disk.wait() and read(request))
+    async with AsyncLLM.from_llm(lora_llm) as llm:
+        waiting = [asyncio.ensure_future(llm.collect(PROMPTS[1], GREEDY, lora_request=requests[i])) for i in (1, 1, 2)]
+        try:
+            assert (await asyncio.wait_for(llm.collect("once upon a time", GREEDY), 10)).finished
+        finally:
+            disk.set()
+        assert all(output.finished for output in await asyncio.gather(*waiting))
 
 
 def test_arguments_that_make_no_sense_are_refused_before_anything_runs(llm, lora_llm, requests):

@@ -97,6 +97,7 @@ class AsyncLLM:
         self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, "verax-tokenizer")
         # Work that may take seconds has threads of its own, so that no other prompt waits for it.
         self._grammars = ThreadPoolExecutor(MAX_COMPILING, "verax-grammars")
+        self._adapters = ThreadPoolExecutor(TOKENIZER_THREADS, "verax-adapters")
         self._long_texts = ThreadPoolExecutor(1, "verax-long-texts")
         self._replicas = Replicas(
             llm.engines, max_queued_requests=max_queued_requests, max_queued_tokens=max_queued_tokens
@@ -257,7 +258,7 @@ class AsyncLLM:
         await asyncio.to_thread(replicas.stop)
         outbox.deliver()
         outbox.fail_all(replicas.error, "the engine was shut down")
-        for pool in (self._pool, self._grammars, self._long_texts):
+        for pool in (self._pool, self._grammars, self._adapters, self._long_texts):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _stream(
@@ -288,7 +289,9 @@ class AsyncLLM:
         self._replicas.join(live)
         if inputs.params.form is not None:
             self._grammars.submit(self._prepare, live)
-        elif inputs.is_text or inputs.is_chat or inputs.lora_request is not None:
+        elif inputs.lora_request is not None:
+            self._adapters.submit(self._prepare, live)
+        elif inputs.is_text or inputs.is_chat:
             self._pool.submit(self._prepare, live)
         else:
             self._prepare(live)
