@@ -284,6 +284,30 @@ def test_requests_of_a_loop_that_was_closed_end_with_it(served):
     assert len(asyncio.run(served.collect(PROMPTS[1], GREEDY)).outputs[0].token_ids) == 20
 
 
+def test_a_loop_takes_the_place_of_one_that_was_closed_while_a_task_waited(served):
+    loop, errors, before = asyncio.new_event_loop(), [], served.stats().generation_tokens
+
+    async def begin():
+        stream = served.generate(PROMPTS[1], LONG)
+        task = asyncio.create_task(stream.__anext__())
+        await asyncio.sleep(0)
+        return stream, task
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        parts = await drain(served.generate(PROMPTS[1], GREEDY))
+        await until_idle(served)
+        return join(parts)[0]["token_ids"]
+
+    stream, task = loop.run_until_complete(begin())
+    loop.close()
+    assert len(asyncio.run(main())) == 20
+    assert not errors
+    assert served.stats().generation_tokens - before < 20 + 90  # the other one was aborted
+    task._log_destroy_pending = False
+    assert stream._live.closed
+
+
 def test_a_shutdown_waits_for_running_requests_and_ends_the_threads(llm):
     before = threading.active_count()
 

@@ -307,6 +307,9 @@ class AsyncLLM:
         if outbox.loop is loop:
             return
         if outbox.loop is not None and outbox.loop.is_closed():
+            for live in list(outbox.live.values()):
+                live.closed = True
+                self._replicas.abort(live)
             outbox.live.clear()
         if outbox.live:
             raise InvalidParameterError("AsyncLLM: another event loop has unfinished requests; one at a time is served")

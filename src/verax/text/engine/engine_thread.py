@@ -76,8 +76,8 @@ class LiveRequest:
             self.wake()
 
     def wake(self) -> None:
-        """Let the caller look again."""
-        if self.waiter is not None and not self.waiter.done():
+        """Let the caller look again, unless its event loop was closed while it waited."""
+        if self.waiter is not None and not self.waiter.done() and not self.loop.is_closed():
             self.waiter.set_result(None)
 
     def take(self) -> RequestOutput | None:
