@@ -243,6 +243,8 @@ def test_stop_tokens_end_a_sequence_and_min_tokens_holds_them_back(llm):
     assert stop not in held[:9]
     assert held[:5] == free[:5]
     assert len(held) >= 9
+    ending |= dict(min_tokens=2**31 - 1, max_tokens=None)
+    assert len(alone(llm, PROMPTS[2], SamplingParams(**ending))) == 96 - len(PROMPTS[2])
 
 
 def test_prompts_of_each_shape_are_recognised(llm):

@@ -96,12 +96,13 @@ def pack_admission(
     tables[:, : len(sequence.tables[0])] = sequence.tables
     bias = {**(params.logit_bias or {}), **dict.fromkeys(suppressed_token_ids, -math.inf)}
     seed_high, seed_low = np.asarray([sequence.seed >> 32, sequence.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
-    min_length = sequence.num_prompt + params.min_tokens if params.min_tokens else 0
+    # As many tokens as it may get at most: the parameter alone goes up to the largest int32.
+    min_tokens = min(params.min_tokens, sequence.request.max_tokens)
     from_sequence = {
         "num_prompt": sequence.num_prompt,
         "seed_high": seed_high,
         "seed_low": seed_low,
-        "min_length": min_length,
+        "min_length": sequence.num_prompt + min_tokens if min_tokens else 0,
         "num_bias": len(bias),
     }
     # A Python float beyond float32's range, such as a temperature of 1e300, means its largest number.
