@@ -284,8 +284,8 @@ class AsyncLLM:
             raise InvalidParameterError(f"prompt: {NO_TOKENIZER}; give token ids")
         self._bind_loop()
         streamed = self.tokenizer is not None and (not whole or inputs.output_token_ids is not None)
-        inputs = replace(inputs, request_id=inputs.request_id or self._free_id(), stream=streamed)
-        live = LiveRequest(inputs.request_id or "", inputs, asyncio.get_running_loop(), whole)
+        inputs = replace(inputs, stream=streamed)
+        live = LiveRequest(inputs.request_id or self._free_id(), inputs, asyncio.get_running_loop(), whole)
         self._replicas.join(live)
         if inputs.params.form is not None:
             self._grammars.submit(self._prepare, live)
@@ -324,7 +324,7 @@ class AsyncLLM:
         if live.closed or live.aborted:
             return self._replicas.drop(live)
         try:
-            request = self.llm.engine.prepare(live.inputs)
+            request = self.llm.engine.prepare(live.inputs, live.request_id)
         except BaseException as error:
             self._replicas.drop(live, error)
         else:

@@ -96,7 +96,6 @@ class Engine:
         """Finished requests whose output was not popped yet."""
         self._in_flight: PendingStep | None = None
         self._seeds = np.random.default_rng(seed)
-        self._names = itertools.count()
         self.num_prompt_tokens = 0
         """Prompt tokens of the requests that got a first token."""
         self.num_generated_tokens = 0
@@ -114,10 +113,8 @@ class Engine:
         """Number of requests that are waiting or running."""
         return len(self._requests)
 
-    def prepare(self, inputs: RequestInput, request_id: str | None = None) -> Request:
+    def prepare(self, inputs: RequestInput, request_id: str) -> Request:
         """Make the request of what a caller gave: rendered, tokenised, checked. Any thread may call it.
-
-        `request_id`: its id; if None, the id of `inputs`, or a new one.
 
         Raises:
             RequestRefusedError: if it could never be served: an empty or too long prompt, a token outside of the
@@ -135,7 +132,7 @@ class Engine:
         self._check(tokens, params, stream=inputs.stream, answers=answers)
         room = self.max_model_len - len(tokens)
         return Request(
-            request_id or inputs.request_id or f"request-{next(self._names)}",
+            request_id,
             prompt if isinstance(prompt, str) else None,
             tokens,
             params,
