@@ -43,8 +43,9 @@ class Dispatch(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         program: `"admit"` fills a slot, `"adapt"` writes an adapter, `"step"` runs a step, `"sample"` samples the step
-            before it, `"replay"` continues recurrent states after a step that verifies, `"extend"` puts blocks into
-            tables before drafts, `"draft"` runs a step of the draft model.
+            before it, `"keep_state"` and `"restore_state"` copy the recurrent state of a slot to a row for prefixes and
+            back, `"replay"` continues recurrent states after a step that verifies, `"extend"` puts blocks into tables
+            before drafts, `"draft"` runs a step of the draft model.
         arrays: int32 arrays in the order of the program's arguments, as shapes and bytes.
         shape: the bucket of a step, of either model.
     """
