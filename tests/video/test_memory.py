@@ -74,6 +74,30 @@ def test_encoders_stay_until_a_clip_does_not_fit_next_to_them(tmp_path, monkeypa
     assert not any(encoder.loaded for encoder in encoders)
 
 
+def test_weights_of_an_earlier_clip_count_and_leave_where_a_later_one_needs_their_place(tmp_path, monkeypatch):
+    pipe = VideoPipeline(video_folder("t2v", tmp_path / "t2v"), keep_encoders=False, show_progress=False)
+    options = {name: value for name, value in OPTIONS.items() if name != "image"}
+    empty = pipe.plan(VideoRequest("a red circle", **options))
+    first = pipe("a red circle", **options).frames
+    stayed = [pipe.denoiser.transformer, pipe.stages.vae]
+    assert all(one.loaded for one in stayed)
+    later = pipe.plan(VideoRequest("a red circle", **options))
+    assert [(one.stage, one.others) for one in later] == [
+        ("text", stayed[0].size + stayed[1].size),
+        ("denoise", stayed[1].size),
+        ("decode", stayed[0].size),
+    ]
+    assert max(later, key=lambda one: one.peak).stage == "text"
+    monkeypatch.setattr("verax.video.pipeline.free_memory", lambda _: max(one.peak for one in empty))
+    loaded = {}
+
+    def note(progress):
+        loaded.setdefault(progress.stage, [one.loaded for one in stayed])
+
+    np.testing.assert_array_equal(pipe("a red circle", callback=note, **options).frames, first)
+    assert loaded["text"] == [False, False]
+
+
 def test_guidance_is_in_turn_where_only_that_fits(pipes, monkeypatch, caplog):
     pipe = pipes("i2v")
     needs = {"batch": 2, "sequential": 1}

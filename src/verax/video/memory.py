@@ -33,12 +33,14 @@ class StageMemory(NamedTuple):
         return self.weights + self.others + self.work
 
 
-def plan_memory(stages: Sequence[Stage]) -> list[StageMemory]:
+def plan_memory(stages: Sequence[Stage], components: Iterable[Component[Any]] = ()) -> list[StageMemory]:
     """Memory of a run, with one row for each stage and model, of the largest segment.
 
     Compiles the programs of the largest calls, which the run then finds compiled.
 
-    `stages`: stages of the run, as `run.stages_of` lists them.
+    Args:
+        stages: stages of the run, as `run.stages_of` lists them.
+        components: models that may be on the device since an earlier run.
     """
     # The largest call of each program counts, over all stages of one name; others are shorter segments, or steps at
     # half size.
@@ -53,16 +55,20 @@ def plan_memory(stages: Sequence[Stage]) -> list[StageMemory]:
     for (name, _), programs in calls.items():
         component = next(iter(programs.values())).component
         work.append((name, component, max(call.memory().peak for call in programs.values()) - component.size))
-    return add_residents(work)
+    return add_residents(work, {one.name: one.size for one in components if one.loaded})
 
 
-def add_residents(stages: Iterable[tuple[str, Component[Any], int]]) -> list[StageMemory]:
+def add_residents(
+    stages: Iterable[tuple[str, Component[Any], int]], loaded: Mapping[str, int] | None = None
+) -> list[StageMemory]:
     """Memory of stages in their order, each with the models that stay on the device meanwhile.
 
-    `stages`: name, model and bytes of the work of each.
+    Args:
+        stages: name, model and bytes of the work of each.
+        loaded: bytes of each model that is on the device before the first stage.
     """
     plan: list[StageMemory] = []
-    resident: dict[str, int] = {}
+    resident = dict(loaded or {})
     for name, component, work in stages:
         others = sum(size for other, size in resident.items() if other != component.name)
         plan.append(StageMemory(name, component.size, others, work))

@@ -300,12 +300,19 @@ class VideoPipeline:
         return self.parts.denoisers[0]
 
     def _plan(self, request: ResolvedRequest) -> list[StageMemory]:
+        components, stages = self.parts.components, stages_of(request, self.parts)
         with progress.bar("compiling", enabled=self._show_progress, count=False):
-            plan, free = plan_memory(stages_of(request, self.parts)), free_memory(self.parts.components)
-            if free is not None and largest(plan).peak > free and any(one.keep for one in self._releasable):
+            plan, free = plan_memory(stages, components), free_memory(components)
+            if free is None or largest(plan).peak <= free:
+                return plan
+            if any(one.keep for one in self._releasable):
                 for encoder in self._releasable:
                     encoder.release()
-                plan = plan_memory(stages_of(request, self.parts))
+                plan = plan_memory(stages, components)
+            if largest(plan).peak > free and largest(plan := plan_memory(stages)).peak <= free:
+                # It fits without the weights that an earlier clip left on the device, which are then read again.
+                for one in components:
+                    one.unload()
         return plan
 
     def _with_guidance(self, request: ResolvedRequest) -> ResolvedRequest:

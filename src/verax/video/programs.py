@@ -142,11 +142,15 @@ class Component(Generic[M]):
             if not self.keep and not self._uses:
                 self._weights = None
 
+    def unload(self) -> None:
+        """Give the weights back, if they are not in use. The next use reads them again."""
+        if not self._uses:
+            self._weights = None
+
     def release(self) -> None:
         """Give the weights back, now and after each further use."""
         self.keep = False
-        if not self._uses:
-            self._weights = None
+        self.unload()
 
     @property
     def config(self) -> Any:
