@@ -57,6 +57,8 @@ def test_a_request_that_does_not_fit_is_refused_before_anything_runs(pipes, monk
     with pytest.raises(RequestRefusedError, match=r"memory: \w+ needs .* MB .*; neither fewer nor smaller"):
         pipe("a red circle", callback=seen.append, **OPTIONS)
     assert seen == []
+    with pytest.raises(RequestRefusedError, match="memory: "):
+        pipe.calibrate(VideoRequest("a red circle", **OPTIONS))
 
 
 def test_encoders_stay_until_a_clip_does_not_fit_next_to_them(tmp_path, monkeypatch):

@@ -228,18 +228,7 @@ class VideoPipeline:
         resolved = self._with_guidance(self.resolve(request))
 
         # 2. Refuse it before any work if it does not fit in the memory.
-        free = free_memory(self.parts.components)
-        if free is not None:
-            why = out_of_memory_message(
-                resolved,
-                self.geometry,
-                self._plan(resolved),
-                free,
-                lambda change: self._plan(replace(resolved, **change)),
-                devices=axis_size(self.mesh, SEQUENCE),
-            )
-            if why is not None:
-                raise RequestRefusedError(why)
+        self._check_memory(resolved)
 
         # 3. Run its stages.
         segments = len(resolved.segments(self.geometry))
@@ -257,14 +246,16 @@ class VideoPipeline:
         # The curve needs the residual that a cache keeps, and no decoded frames.
         unused = ("cache", "cache_threshold", "cache_max_skip_steps", "cache_retention_ratio", "cache_curve")
         request = replace(request, **dict.fromkeys(unused))
-        plain = self._with_guidance(self.resolve(replace(request, output_type="latent")))
+        plain = self.resolve(replace(request, output_type="latent"))
         several = len(plain.segments(self.geometry)) > 1
         unfit = {"ar_step": plain.ar_step, "half_size_steps": plain.half_size_steps, "num_frames": several}
         for name in filter(unfit.get, unfit):
             raise InvalidParameterError(f"{name}: a curve is of one segment, whose frames are at one step and one size")
+        measured = self._with_guidance(replace(plain, cache="magcache", resume=None))
+        self._check_memory(measured)
         magnitudes: list[np.ndarray] = []
         reporter = RunReporter(None, plain.fps, 1, self._show_progress, self._picture)
-        run_request(replace(plain, cache="magcache", resume=None), self.parts, reporter, self._origin, magnitudes)
+        run_request(measured, self.parts, reporter, self._origin, magnitudes)
         ratios = np.stack(magnitudes).astype(np.float64)
         ratios[0] = 1  # there is no step before
         return MagCurve.of(self.parts.model, ratios)
@@ -298,6 +289,22 @@ class VideoPipeline:
     def denoiser(self) -> Denoiser:
         """Programs of the transformer; of the first, if there are several."""
         return self.parts.denoisers[0]
+
+    def _check_memory(self, request: ResolvedRequest) -> None:
+        """Raise RequestRefusedError if a request does not fit in the free memory."""
+        free = free_memory(self.parts.components)
+        if free is None:
+            return
+        why = out_of_memory_message(
+            request,
+            self.geometry,
+            self._plan(request),
+            free,
+            lambda change: self._plan(replace(request, **change)),
+            devices=axis_size(self.mesh, SEQUENCE),
+        )
+        if why is not None:
+            raise RequestRefusedError(why)
 
     def _plan(self, request: ResolvedRequest) -> list[StageMemory]:
         components, stages = self.parts.components, stages_of(request, self.parts)
