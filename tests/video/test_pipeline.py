@@ -53,6 +53,11 @@ def test_prompts_without_a_segment_are_said_to_be_unused(pipes, caplog):
     assert "prompt: 2 for 1 segments; the last are not used" in caplog.text
 
 
+def test_prompts_may_come_from_an_iterator(pipes):
+    resolved = pipes("df").resolve(VideoRequest(iter(["a red circle", "a blue square"]), height=16, width=32))
+    assert resolved.prompts == resolved.prompts == ("a red circle", "a blue square")
+
+
 def test_a_prompt_that_is_cut_is_named(pipes, caplog):
     pipes("t2v")("a red circle " + "a blue square " * 300, **SIZE)
     assert "prompt: the model reads 512 tokens of it, and not its end: 'blue square a blue" in caplog.text
@@ -219,6 +224,13 @@ HALF = dict(height=32, width=64, num_inference_steps=4, half_size_steps=2)
         ("i2v", {"image": picture(1, 1000)}, "image: 1 x 1000 pixels .* no part of the shape of a frame of 16 x 32"),
         ("df", {"last_image": picture(1000, 1)}, "last_image: 1000 x 1 pixels"),
         ("t2v", {"prompt": None}, "prompt: give it or prompt_embeds"),
+        ("t2v", {"prompt": 5}, "prompt: expected a text, or a list of one for each segment, got int"),
+        ("t2v", {"prompt": ["a", 5]}, "prompt: expected a text, got int"),
+        ("t2v", {"negative_prompt": 5}, "negative_prompt: expected a text, got int"),
+        *(
+            ("t2v", {"prompt": None, "prompt_embeds": np.zeros(shape)}, "prompt_embeds: .* got shape")
+            for shape in ((1, 512, 16, 7), (1, 0, 16), (512, 16))
+        ),
         ("i2v", {"image": picture(), "last_image": picture()}, "last_image: needs a model for first and last frame"),
         ("flf2v", {"image": picture()}, "last_image: this model needs the last frame in addition to the first"),
         ("flf2v", {"last_image": picture()}, "image: this model is for image to video, and needs the first frame"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,7 @@ def resolve_request(request: VideoRequest, model: VideoModel, *, follow_picture:
     settings, geometry = model.settings, model.geometry
     request = with_recipe(request)
     values = {name: declared.check(getattr(request, name)) for name, declared in options_of(VideoRequest).items()}
+    values["prompt"] = _read_prompts(request.prompt)
     for name in ("image", "last_image"):
         if values[name] is not None:
             values[name] = images.read_image(values[name], name=name)
@@ -222,6 +223,17 @@ def resolve_request(request: VideoRequest, model: VideoModel, *, follow_picture:
     _check_texts(resolved, model)
     _check_segments(resolved, model)
     return resolved
+
+
+def _read_prompts(prompt: Any) -> str | tuple[str, ...] | None:
+    """Prompts of a request, which may be an iterator: they are read once."""
+    if prompt is None or isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Iterable):
+        raise InvalidParameterError(
+            f"prompt: expected a text, or a list of one for each segment, got {type(prompt).__name__}"
+        )
+    return tuple(prompt)
 
 
 def _numbers(values: Any) -> np.ndarray:
@@ -458,13 +470,14 @@ def _check_texts(request: ResolvedRequest, model: VideoModel) -> None:
         raise InvalidParameterError("prompt: give it or prompt_embeds, one of the two")
     if request.prompt is not None and not request.prompts:
         raise InvalidParameterError("prompt: expected a text, or one for each segment, got none")
-    for prompt in (*request.prompts, request.negative_prompt):
-        if not isinstance(prompt, str):
-            raise InvalidParameterError(f"prompt: expected a text, got {type(prompt).__name__}")
+    named = [*(("prompt", prompt) for prompt in request.prompts), ("negative_prompt", request.negative_prompt)]
+    for name, text in named:
+        if not isinstance(text, str):
+            raise InvalidParameterError(f"{name}: expected a text, got {type(text).__name__}")
     for name in ("prompt_embeds", "negative_prompt_embeds"):
         states = getattr(request, name)
-        shape = getattr(states, "shape", None)
-        if states is not None and (shape is None or tuple(shape[::2]) != (1, width)):
+        shape = tuple(getattr(states, "shape", ()))
+        if states is not None and (len(shape) != 3 or shape[::2] != (1, width) or not shape[1]):
             raise InvalidParameterError(f"{name}: expected an array [1, tokens, {width}], got shape {shape}")
         lengths.append(model.settings.text_tokens if states is None else states.shape[1])
     if request.guided and lengths[0] != lengths[1]:
