@@ -75,10 +75,21 @@ def test_nothing_compiles_after_warm_up_and_each_bucket_once(folder):
     assert encoder.num_compiled() == 1
     encoder.warm_up(batch_size=4, show_progress=False)
     buckets = encoder.num_compiled()
-    assert buckets == len(PackedBuckets(4, 16, 1024).empty_jobs()) == 7
+    assert buckets == len(PackedBuckets(4, 16, 1024).empty_jobs(16)) == 7
     encoder.encode(SENTENCES, batch_size=4)
     encoder.encode(SENTENCES[:7], batch_size=4, normalize=False)
     assert encoder.num_compiled() == buckets
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"model_type": "lam", "lam_config": {"rule": "gated"}}], ids=["packed", "padded"]
+)
+def test_a_warm_up_for_short_texts_compiles_what_they_take(options, tmp_path):
+    encoder = Encoder(tiny_encoder(tmp_path, **options))
+    encoder.warm_up(batch_size=1, max_length=18, show_progress=False)
+    assert encoder.num_compiled() == 2
+    encoder.encode(["the " * 16, "a cat"], batch_size=1)
+    assert encoder.num_compiled() == 2
 
 
 @pytest.mark.parametrize(
@@ -87,7 +98,7 @@ def test_nothing_compiles_after_warm_up_and_each_bucket_once(folder):
 @pytest.mark.parametrize("shortest", [0, 0.5])
 def test_packed_calls_hold_every_sentence_in_few_shapes_with_little_padding(batch_size, max_length, shortest):
     buckets = PackedBuckets(batch_size, max_length, 256)
-    shapes = {(job.tokens.shape, job.lengths.shape) for job in buckets.empty_jobs()}
+    shapes = {(job.tokens.shape, job.lengths.shape) for job in buckets.empty_jobs(max_length)}
     texts = random_tokens(int(shortest * max_length), max_length, count=700)
     jobs = list(buckets.jobs(texts))
     seen = {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import abc
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,8 +73,8 @@ class Buckets(abc.ABC):
     """Most texts in a call."""
 
     @abc.abstractmethod
-    def empty_jobs(self) -> list[Job]:
-        """A call without texts of every shape, small ones first."""
+    def empty_jobs(self, longest: int) -> list[Job]:
+        """A call without texts of every shape that texts of up to `longest` tokens take, small ones first."""
 
     @abc.abstractmethod
     def _fill(self, waiting: Sequence[_Waiting]) -> bool:
@@ -122,12 +122,16 @@ class PackedBuckets(Buckets):
         """
         self.tokens = tokens
         self.batch_size = batch_size or max(1, tokens // TOKENS_PER_SENTENCE)
-        longest = max(max_length, TOKENS_PER_SENTENCE)
-        self.sizes = eighths(SHORTEST, max(longest, min(tokens, self.batch_size * longest)))
+        self.sizes = self._sizes(max_length)
 
-    def empty_jobs(self) -> list[Job]:
-        """A call without texts of every shape, small ones first."""
-        return [_job(1, size, size // TOKENS_PER_SENTENCE, []) for size in self.sizes]
+    def _sizes(self, longest: int) -> list[int]:
+        """Tokens of calls of texts of up to `longest` tokens."""
+        longest = max(longest, TOKENS_PER_SENTENCE)
+        return eighths(SHORTEST, max(longest, min(self.tokens, self.batch_size * longest)))
+
+    def empty_jobs(self, longest: int) -> list[Job]:
+        """A call without texts of every shape that texts of up to `longest` tokens take, small ones first."""
+        return [_job(1, size, size // TOKENS_PER_SENTENCE, []) for size in self._sizes(longest)]
 
     def _fill(self, waiting: Sequence[_Waiting]) -> bool:
         return len(waiting) >= self.batch_size or sum(map(_room, waiting)) >= self.tokens
@@ -164,9 +168,10 @@ class PaddedBuckets(Buckets):
             self.lengths, self.rows = list(range(max_length + 1)), [1]
         self.batch_size = self.rows[-1]
 
-    def empty_jobs(self) -> list[Job]:
-        """A call without texts of every shape, small ones first."""
-        return [_job(rows, length, rows, []) for length in self.lengths for rows in self.rows]
+    def empty_jobs(self, longest: int) -> list[Job]:
+        """A call without texts of every shape that texts of up to `longest` tokens take, small ones first."""
+        lengths = self.lengths[: bisect_left(self.lengths, longest) + 1]
+        return [_job(rows, length, rows, []) for length in lengths for rows in self.rows]
 
     def _fill(self, waiting: Sequence[_Waiting]) -> bool:
         return len(waiting) >= self.batch_size

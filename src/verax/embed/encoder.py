@@ -352,7 +352,8 @@ class Encoder:
         `encode` with the same `batch_size` compiles nothing afterwards.
         """
         begin = time.perf_counter()
-        jobs = self._buckets(batch_size, min(max_length or self.max_length, self.max_length)).empty_jobs()
+        longest = min(max_length or self.max_length, self.max_length)
+        jobs = self._buckets(batch_size, self.max_length).empty_jobs(longest)
         with progress.bar("compiling programs", enabled=show_progress) as report:
             for done, job in enumerate(jobs, start=1):
                 jax.block_until_ready(self._dispatch(job, True, 0))
