@@ -284,3 +284,22 @@ def test_token_vectors_lie_in_the_order_of_the_texts_and_are_alike_in_any_batch(
         Encoder(folder, output="tokens", dimensions=4)
     with pytest.raises(InvalidParameterError, match="task: expected document or query"):
         encoder.encode("a cat", task="title")
+
+
+def expanding(folder, length):
+    """A folder of token vectors whose queries are filled up to `length` tokens that they do not see."""
+    folder = tiny_encoder(folder)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "MultiVectorEncoder"}))
+    filled = {"query_expansion": {"strategy": "fixed", "length": length, "token": "fox"}}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(filled))
+    return folder
+
+
+def test_queries_that_are_filled_up_have_a_call_of_their_length(tmp_path):
+    encoder = Encoder(expanding(tmp_path / "long", 40), output="tokens", max_length=8)
+    together = encoder.encode_query(["the cat sat on the mat", "a dog"])
+    for one, query in zip(together, ["the cat sat on the mat", "a dog"], strict=True):
+        assert one.shape == (40, 48)
+        np.testing.assert_allclose(encoder.encode_query(query, batch_size=1), one, atol=2e-6)
+    with pytest.raises(UnsupportedModelError, match=r"queries of 65 tokens .* longer than the model's 64 positions"):
+        Encoder(expanding(tmp_path / "longer", 65), output="tokens")

@@ -248,7 +248,7 @@ class Encoder:
             self.truncated += sum(text.left_out > 0 for text in tokens)
             return tokens
 
-        jobs = self._buckets(batch_size, self.max_length).tokenized([len(text) for text in texts], tokenize)
+        jobs = self._buckets(batch_size).tokenized([len(text) for text in texts], tokenize)
         show = show_progress and len(texts) > 1
         vectors = cut(self._run(jobs, len(texts), normalize, skipped, show), dimensions, normalize)
         vectors = quantized(vectors, precision, ranges)
@@ -286,7 +286,7 @@ class Encoder:
         """
         check_batch_size(batch_size)
         texts = [Tokens(ids) for ids in self.check_tokens(token_ids)]
-        jobs = self._buckets(batch_size, self.max_length).jobs(texts)
+        jobs = self._buckets(batch_size).jobs(texts)
         return cut(self._run(jobs, len(texts), normalize, 0, False), self._dimensions, normalize)
 
     def check_tokens(self, token_ids: Iterable[Sequence[int]]) -> list[list[int]]:
@@ -353,7 +353,7 @@ class Encoder:
         """
         begin = time.perf_counter()
         longest = min(max_length or self.max_length, self.max_length)
-        jobs = self._buckets(batch_size, self.max_length).empty_jobs(longest)
+        jobs = self._buckets(batch_size).empty_jobs(longest)
         with progress.bar("compiling programs", enabled=show_progress) as report:
             for done, job in enumerate(jobs, start=1):
                 jax.block_until_ready(self._dispatch(job, True, 0))
@@ -371,10 +371,10 @@ class Encoder:
         ((ids, _),) = self.tokenize([""], prompt=prompt)
         return len(ids) - (ids[-1] in self._tokenizer.special_token_ids)
 
-    def _buckets(self, batch_size: int | None, max_length: int) -> Buckets:
+    def _buckets(self, batch_size: int | None) -> Buckets:
         if self._packs:
-            return PackedBuckets(batch_size, max_length, tokens_per_call())
-        return PaddedBuckets(batch_size, max_length, padding=self._padding)
+            return PackedBuckets(batch_size, self.max_length, tokens_per_call())
+        return PaddedBuckets(batch_size, self.max_length, padding=self._padding)
 
     def _run(
         self, jobs: Iterable[Job], count: int, normalize: bool, skipped: int, show_progress: bool

@@ -20,7 +20,16 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from verax import models
 from verax.checkpoint import Checkpoint
-from verax.embed.buckets import Job, Tokens, check_batch_size, check_texts, compiled, run_jobs
+from verax.embed.buckets import (
+    Job,
+    PackedBuckets,
+    Tokens,
+    check_batch_size,
+    check_texts,
+    compiled,
+    run_jobs,
+    tokens_per_call,
+)
 from verax.embed.encoder import Encoder, LoadOptions
 from verax.embed.modules import Normalize, list_modules, load_token_modules, normalized
 from verax.embed.reranker import RankedDocument, ranked
@@ -182,6 +191,11 @@ class TokenEncoder(Encoder):
         self.model_config, weights = config, models.DTYPES[options.dtype]
         self.token_settings = settings = read_token_settings(folder, opened)
         expansion = settings.expansion
+        if expansion is not None and expansion.length > config.max_position_embeddings:
+            raise UnsupportedModelError(
+                f"{folder}: queries of {expansion.length} tokens (query_expansion) are longer than the model's "
+                f"{config.max_position_embeddings} positions"
+            )
         if expansion is not None and not expansion.is_seen and not getattr(model_class, "hides_tokens", False):
             raise UnsupportedModelError(
                 f"{folder}: a query's expansion that its own tokens do not see is not supported in model_type "
@@ -213,7 +227,7 @@ class TokenEncoder(Encoder):
         loaded = options.load(opened, model_class, config)
         if not getattr(loaded, "takes_packed_sentences", True):
             raise UnsupportedModelError(f"{folder}: {model_class.__name__} has no token vectors here")
-        self._packs, causal = True, models.is_causal(opened.config)
+        causal = models.is_causal(opened.config)
 
         def encode(
             parts: tuple[Any, nnx.List[Any]],
@@ -281,7 +295,7 @@ class TokenEncoder(Encoder):
             hides = expansion is not None and not expansion.is_seen
             return self._program(self._weights, job.tokens, job.lengths, np.bool_(normalize), *[visible] * hides)
 
-        jobs = self._buckets(batch_size, self.max_length).tokenized([len(text) for text in texts], tokenize)
+        jobs = self._buckets(batch_size).tokenized([len(text) for text in texts], tokenize)
         vectors: list[Any] = [None] * len(texts)
         show = show_progress and len(texts) > 1
         run_jobs(jobs, dispatch, vectors, label="encoding", unit="texts", show_progress=show)
@@ -313,6 +327,12 @@ class TokenEncoder(Encoder):
     ) -> list[RankedDocument]:
         """Documents with their scores, the best first, as `Reranker.rank`."""
         return ranked(lambda texts: self.score(query, texts, **options), documents, top_k)
+
+    def _buckets(self, batch_size: int | None) -> PackedBuckets:
+        # Queries are filled up whatever `max_length` is.
+        expansion = self.token_settings.expansion
+        longest = max(self.max_length, 0 if expansion is None else expansion.length)
+        return PackedBuckets(batch_size, longest, tokens_per_call())
 
     def _dispatch(self, job: Job, normalize: bool, skipped: int) -> Array:
         return self._program(self._weights, job.tokens, job.lengths, np.bool_(normalize))
