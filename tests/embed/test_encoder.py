@@ -303,3 +303,12 @@ def test_queries_that_are_filled_up_have_a_call_of_their_length(tmp_path):
         np.testing.assert_allclose(encoder.encode_query(query, batch_size=1), one, atol=2e-6)
     with pytest.raises(UnsupportedModelError, match=r"queries of 65 tokens .* longer than the model's 64 positions"):
         Encoder(expanding(tmp_path / "longer", 65), output="tokens")
+
+
+def test_a_warm_up_of_token_vectors_compiles_queries_too(tmp_path):
+    encoder = Encoder(expanding(tmp_path, 16), output="tokens", max_length=16)
+    encoder.warm_up(batch_size=1, show_progress=False)
+    assert encoder.num_compiled() == 2
+    encoder.encode_document(["a cat"], batch_size=1)
+    encoder.encode_query(["a cat"], batch_size=1)
+    assert encoder.num_compiled() == 2

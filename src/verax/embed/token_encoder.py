@@ -334,8 +334,13 @@ class TokenEncoder(Encoder):
         longest = max(self.max_length, 0 if expansion is None else expansion.length)
         return PackedBuckets(batch_size, longest, tokens_per_call())
 
-    def _dispatch(self, job: Job, normalize: bool, skipped: int) -> Array:
-        return self._program(self._weights, job.tokens, job.lengths, np.bool_(normalize))
+    def _dispatch(self, job: Job, normalize: bool, skipped: int) -> Any:
+        """Calls of documents and, where their fillers are hidden, of queries: a warm-up compiles both."""
+        expansion = self.token_settings.expansion
+        hidden = [] if expansion is None or expansion.is_seen else [(job.lengths,)]
+        return [
+            self._program(self._weights, job.tokens, job.lengths, np.bool_(normalize), *seen) for seen in [(), *hidden]
+        ]
 
     def _filler(self, expansion: Expansion | None) -> list[int]:
         """Token that fills queries up, alone in a list; an empty list without an expansion."""
