@@ -114,6 +114,7 @@ def test_a_language_model_without_the_answers_is_not_a_reranker(tmp_path):
         (lambda r: r.score(3, DOCUMENTS), "query: expected texts, got 3"),
         (lambda r: r.score(QUERY, ["a cat", 3]), "documents: expected texts, got 3 at 1"),
         (lambda r: r.score(QUERY, b"cat"), "documents: expected a text or texts"),
+        (lambda r: r.score(QUERY, "a cat"), "documents: expected a list of texts, got the text 'a cat'"),
         (lambda r: r.score(QUERY, DOCUMENTS, instruction="find cats"), "instruction: this model reads none"),
         (lambda r: r.score(QUERY, DOCUMENTS, batch_size=0), "batch_size: expected a whole number of at least 1"),
         (lambda r: r.rank(QUERY, DOCUMENTS, 0), "top_k: expected a whole number of at least 1, got 0"),

@@ -296,6 +296,8 @@ def check_batch_size(batch_size: Any) -> None:
 
 def check_texts(texts: Any, name: str) -> list[str]:
     """Texts as a list, if they are texts; `name` is the argument's, for messages."""
+    if isinstance(texts, str):  # whose characters would each be one
+        raise InvalidParameterError(f"{name}: expected a list of texts, got the text {texts!r}")
     if isinstance(texts, bytes) or not isinstance(texts, Iterable):
         raise InvalidParameterError(f"{name}: expected a text or texts, got {texts!r}")
     checked = list(texts)
