@@ -33,6 +33,7 @@ def test_a_string_gives_a_vector_and_a_list_an_array(encoder):
     assert one.dtype == many.dtype == np.float32
     assert encoder.dimension == 48
     assert encoder.encode("the cat sat", precision="binary").shape == (6,)
+    assert encoder.encode("the cat sat", precision="int8", ranges=[[-1.0] * 48, [1.0] * 48]).dtype == np.int8
     np.testing.assert_array_equal(one, many[0])
     np.testing.assert_allclose(np.linalg.norm(one), 1, atol=1e-6)
 

@@ -239,7 +239,7 @@ class Encoder:
         dimensions = self.check_dimensions(dimensions)
         before = self.settings.prompts.text(prompt_name) if prompt is None else check_texts([prompt], "prompt")[0]
         texts = check_texts([sentences] if isinstance(sentences, str) else sentences, "sentences")
-        check_precision(precision, len(texts), ranges)
+        check_precision(precision, (len(texts), dimensions), ranges)
         skipped = self._prompt_length(before)
         self.truncated = 0
 

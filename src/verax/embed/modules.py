@@ -87,15 +87,19 @@ PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
 """Forms of vectors: sentence-transformers' `quantize_embeddings`."""
 
 
-def check_precision(precision: str, count: int | None = None, ranges: object = None) -> None:
-    """Check the form of vectors; of `count` vectors, of which int8 needs two or their `ranges`."""
+def check_precision(precision: str, shape: tuple[int, int] | None = None, ranges: Any = None) -> None:
+    """Check the form of vectors; of a shape `[n, D]`, with the `ranges` that one vector needs for int8."""
     if precision not in PRECISIONS:
         raise InvalidParameterError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
-    if precision.endswith("int8") and ranges is None and count == 1:
+    if shape is None or not precision.endswith("int8"):
+        return
+    if ranges is None and shape[0] == 1:
         raise InvalidParameterError(
             f"ranges: {precision} of a single vector needs the smallest and the largest number of each dimension, "
             "[2, D], of representative vectors"
         )
+    if ranges is not None and np.shape(ranges) != (2, shape[1]):
+        raise InvalidParameterError(f"ranges: expected the shape (2, {shape[1]}), got {np.shape(ranges)}")
 
 
 def quantized(
@@ -108,7 +112,6 @@ def quantized(
 
     `ranges`: smallest and largest number of each dimension; of these vectors if None.
     """
-    check_precision(precision, len(vectors), ranges)
     if precision == "float32":
         return vectors
     if precision.endswith("binary"):
@@ -118,8 +121,6 @@ def quantized(
         if not len(vectors):
             return np.zeros(vectors.shape, np.dtype(precision))
         ranges = np.stack([vectors.min(axis=0), vectors.max(axis=0)])
-    if ranges.shape != (2, vectors.shape[1]):
-        raise InvalidParameterError(f"ranges: expected the shape (2, {vectors.shape[1]}), got {ranges.shape}")
     low, high = np.asarray(ranges, np.float32)
     steps = (high - low) / 255
     values = np.clip(np.floor((vectors - low) / np.where(steps == 0, 1, steps)), 0, 255)
