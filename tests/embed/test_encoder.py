@@ -7,10 +7,18 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support.tiny import tiny_checkpoint
-from tests.support.tiny_encoder import SIZES, random_sentences, sentence_files, tiny_encoder
-from verax import Encoder
+from tests.support.tiny_encoder import (
+    SIZES,
+    random_sentences,
+    random_weights,
+    sentence_files,
+    tiny_encoder,
+    tiny_tokenizer,
+)
+from verax import Encoder, checkpoint
 from verax.embed.buckets import PackedBuckets, Tokens
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.models import masked_lm
 
 
 @pytest.fixture(scope="module")
@@ -314,3 +322,26 @@ def test_a_warm_up_of_token_vectors_compiles_queries_too(tmp_path):
     encoder.encode_document(["a cat"], batch_size=1)
     encoder.encode_query(["a cat"], batch_size=1)
     assert encoder.num_compiled() == 2
+
+
+def test_sparse_vectors_are_alike_in_any_batch_and_of_tokens_and_keep_the_largest_weights(tmp_path):
+    config = {"model_type": "bert", **SIZES, "architectures": ["BertForMaskedLM"]}
+    checkpoint.save(random_weights(config, find=masked_lm), tmp_path, config=config)
+    tiny_tokenizer(tmp_path)
+    encoder = Encoder(tmp_path, output="sparse", show_progress=False)
+    vectors = encoder.encode(SENTENCES[:9], batch_size=2)
+    assert (vectors.shape, vectors.dtype) == ((9, 60), np.float32)
+    assert 0 < vectors.nnz < 9 * 60
+    for i in range(9):
+        np.testing.assert_allclose(encoder.encode(SENTENCES[i]).toarray(), vectors[[i]].toarray(), atol=2e-6)
+    assert encoder.encode([]).shape == (0, 60)
+
+    (tmp_path / "config_sentence_transformers.json").write_text('{"model_type": "SparseEncoder", "max_active_dims": 5}')
+    few = Encoder(tmp_path, output="sparse", show_progress=False)
+    largest = np.sort(vectors.toarray(), axis=1)[:, -5:]
+    got = few.encode(SENTENCES[:9])
+    np.testing.assert_allclose(np.sort(got.data.reshape(9, 5), axis=1), largest, atol=2e-6)
+    of_tokens = few.encode_tokens([ids for ids, _ in few.tokenize(SENTENCES[:9])])
+    np.testing.assert_array_equal(of_tokens.toarray(), got.toarray())
+    with pytest.raises(InvalidParameterError, match="sentences: expected a text or texts, got None"):
+        few.encode(None)

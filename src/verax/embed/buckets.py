@@ -246,7 +246,8 @@ def compiled(function: Callable[..., Array], modules: Any) -> tuple[Any, tuple[A
 def run_jobs(
     jobs: Iterable[Job],
     dispatch: Callable[[Job], Array],
-    results: Float32[np.ndarray, "n ..."] | list[Any],
+    write: Callable[[Job, Float32[np.ndarray, "rows ..."]], None],
+    count: int,
     *,
     label: str,
     unit: str,
@@ -254,9 +255,11 @@ def run_jobs(
 ) -> None:
     """Run calls and write their results. While the device works on the calls that it has, the host makes the next.
 
-    `dispatch`: function that begins one and returns its result, a row for each text. `results`: an array of a row for
-    each text; or a list, which gets the rows of each text's tokens `[T, ...]` of packed calls, whose results have a row
-    for each token. `unit`: plural of what has one result each, for the progress bar.
+    Args:
+        dispatch: function that begins a call and returns its result.
+        write: function that takes a call and its result on the host, whose memory is free again afterwards.
+        count: texts of all calls.
+        unit: plural of what has one result each, for the progress bar.
     """
     done = 0
     pending: deque[tuple[Job, Array]] = deque()
@@ -265,15 +268,9 @@ def run_jobs(
 
         def collect() -> int:
             job, result = pending.popleft()
-            rows = np.asarray(result)
-            if isinstance(results, list):
-                ends = np.cumsum(job.lengths)
-                for index, end, length in zip(job.members, ends, job.lengths, strict=False):
-                    results[index] = rows[end - length : end].copy()
-            else:
-                results[job.members] = rows[: len(job.members)]
+            write(job, np.asarray(result))
             rate = (done + len(job.members)) / (time.perf_counter() - begin)
-            report(done + len(job.members), len(results), f"{rate:,.0f} {unit}/s")
+            report(done + len(job.members), count, f"{rate:,.0f} {unit}/s")
             return len(job.members)
 
         for job in jobs:

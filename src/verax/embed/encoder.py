@@ -382,7 +382,11 @@ class Encoder:
         """Results of calls that hold `count` sentences."""
         vectors = np.empty((count, self._full_dimension), np.float32)
         dispatch = lambda job: self._dispatch(job, normalize, skipped)
-        run_jobs(jobs, dispatch, vectors, label="encoding", unit="sentences", show_progress=show_progress)
+
+        def write(job: Job, rows: np.ndarray) -> None:
+            vectors[job.members] = rows[: len(job.members)]
+
+        run_jobs(jobs, dispatch, write, count, label="encoding", unit="sentences", show_progress=show_progress)
         return vectors
 
     def _dispatch(self, job: Job, normalize: bool, skipped: int) -> Array:

@@ -370,5 +370,9 @@ class Reranker:
     def _run(self, jobs: Iterable[Job], count: int, show_progress: bool) -> Float32[np.ndarray, "n"]:
         scores = np.empty(count, np.float32)
         dispatch = lambda job: self._program(self._weights, job.tokens, job.lengths, job.types)
-        run_jobs(jobs, dispatch, scores, label="scoring", unit="pairs", show_progress=show_progress)
+
+        def write(job: Job, rows: np.ndarray) -> None:
+            scores[job.members] = rows[: len(job.members)]
+
+        run_jobs(jobs, dispatch, write, count, label="scoring", unit="pairs", show_progress=show_progress)
         return scores

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from verax import models
 from verax.checkpoint import Checkpoint
-from verax.embed.buckets import compiled
+from verax.embed.buckets import Job, compiled, run_jobs
 from verax.embed.encoder import Encoder, LoadOptions
 from verax.embed.modules import list_modules
 from verax.embed.settings import (
@@ -112,13 +112,29 @@ class SparseEncoder(Encoder):
         most = self._most if max_active is None else max_active
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
             raise InvalidParameterError(f"max_active: expected a whole number from 1 on, got {max_active!r}")
-        texts = [sentences] if isinstance(sentences, str) else list(sentences)
+        texts = [sentences] if isinstance(sentences, str) else sentences
         options: dict[str, Any] = dict(prompt_name=prompt_name, prompt=prompt, show_progress=show_progress)
-        dense = super().encode(texts, False, batch_size, **options)
-        if most is not None and most < dense.shape[1]:
-            least = np.partition(dense, -most, axis=1)[:, -most, None]
-            dense = np.where(dense >= least, dense, 0)
-        return scipy.sparse.csr_array(dense)
+        vectors: Any = super().encode(texts, False, batch_size, **options)
+        return vectors if most is None else _largest(vectors, most)
+
+    def encode_tokens(self, token_ids: Any, normalize: bool = False, batch_size: int | None = None) -> Any:
+        """Sparse vectors of token ids, `[n, V]`, as `Encoder.encode_tokens`; `normalize` has no effect."""
+        vectors: Any = super().encode_tokens(token_ids, normalize, batch_size)
+        return vectors if self._most is None else _largest(vectors, self._most)
+
+    def _run(self, jobs: Iterable[Job], count: int, normalize: bool, skipped: int, show_progress: bool) -> Any:
+        """Results of calls that hold `count` texts. No array has the zeros of more than a call."""
+        parts = [scipy.sparse.csr_array((0, self._full_dimension), dtype=np.float32)]
+        members: list[int] = []
+
+        def write(job: Job, rows: np.ndarray) -> None:
+            parts.append(scipy.sparse.csr_array(rows[: len(job.members)]))
+            members.extend(job.members)
+
+        dispatch = lambda job: self._dispatch(job, normalize, skipped)
+        run_jobs(jobs, dispatch, write, count, label="encoding", unit="texts", show_progress=show_progress)
+        joined: Any = scipy.sparse.vstack(parts, format="csr")
+        return joined[np.argsort(members)]
 
     def decode(self, vectors: scipy.sparse.csr_array, top_k: int | None = None) -> list[list[tuple[str, float]]]:
         """Tokens and weights of each vector, the largest weight first; `top_k` of them, or all."""
@@ -129,6 +145,16 @@ class SparseEncoder(Encoder):
             [(self._tokenizer.token(int(row.indices[i])) or "", float(row.data[i])) for i in order]
             for row, order in ordered
         ]
+
+
+def _largest(vectors: Any, most: int) -> scipy.sparse.csr_array:
+    """Sparse vectors `[n, V]` with their `most` largest weights."""
+    counts = np.diff(vectors.indptr)
+    order = np.lexsort((-vectors.data, np.repeat(np.arange(len(counts)), counts)))
+    rank = np.arange(vectors.nnz) - np.repeat(vectors.indptr[:-1], counts)
+    kept = np.sort(order[rank < most])
+    ends = np.cumsum([0, *np.minimum(counts, most)])
+    return scipy.sparse.csr_array((vectors.data[kept], vectors.indices[kept], ends), shape=vectors.shape)
 
 
 def _read_pooling(folder: Path) -> tuple[str, bool]:

@@ -295,10 +295,16 @@ class TokenEncoder(Encoder):
             hides = expansion is not None and not expansion.is_seen
             return self._program(self._weights, job.tokens, job.lengths, np.bool_(normalize), *[visible] * hides)
 
-        jobs = self._buckets(batch_size).tokenized([len(text) for text in texts], tokenize)
         vectors: list[Any] = [None] * len(texts)
+
+        def write(job: Job, rows: np.ndarray) -> None:
+            ends = np.cumsum(job.lengths)
+            for index, end, length in zip(job.members, ends, job.lengths, strict=False):
+                vectors[index] = rows[end - length : end].copy()
+
+        jobs = self._buckets(batch_size).tokenized([len(text) for text in texts], tokenize)
         show = show_progress and len(texts) > 1
-        run_jobs(jobs, dispatch, vectors, label="encoding", unit="texts", show_progress=show)
+        run_jobs(jobs, dispatch, write, len(texts), label="encoding", unit="texts", show_progress=show)
         if task in settings.skipped_in and len(self._skipped_ids):
             vectors = [v[~np.isin(ids, self._skipped_ids)] for v, ids in zip(vectors, ids_of, strict=True)]
         return vectors[0] if isinstance(sentences, str) else vectors
