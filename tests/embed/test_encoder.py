@@ -290,6 +290,7 @@ def test_token_vectors_lie_in_the_order_of_the_texts_and_are_alike_in_any_batch(
     np.testing.assert_allclose(np.linalg.norm(vectors[0], axis=1), 1, atol=1e-6)
     best = encoder.rank(SENTENCES[3], SENTENCES[:8], top_k=1)[0]
     assert best.index == 3
+    assert encoder.check_dimensions(None) == encoder.check_dimensions(48) == 48
     with pytest.raises(InvalidParameterError, match="dimensions: token vectors have none"):
         Encoder(folder, output="tokens", dimensions=4)
     with pytest.raises(InvalidParameterError, match="task: expected document or query"):

@@ -80,6 +80,12 @@ class Encoder:
     _refused: ClassVar[tuple[str, ...]] = ()
     """Options that these vectors do not have."""
 
+    _matryoshka: tuple[int, ...] = ()
+    """Numbers of dimensions that the model was trained for; none if it has all."""
+
+    _include_prompt = _packs = _padding = True
+    """True if a prompt's tokens count, texts share rows, and rows may be padded."""
+
     def __new__(cls, *args: Any, output: str = "sentence", **options: Any) -> Encoder:
         """An encoder of sentences; `TokenEncoder` for `output="tokens"`, `SparseEncoder` for `output="sparse"`."""
         if output not in ("sentence", "tokens", "sparse"):

@@ -63,7 +63,7 @@ class SparseEncoder(Encoder):
         model_class, config = models.masked_lm(opened.config)
         self.model_config = config
         self._full_dimension = self._dimensions = config.vocab_size
-        self._matryoshka, self._include_prompt, self._most = (), True, read_value(file, "max_active_dims", Size, None)
+        self._most = read_value(file, "max_active_dims", Size, None)
         tokens = read_transformer_file(opened.folder, "fill-mask")
         self.settings = EncoderSettings(
             strategy,
@@ -75,7 +75,6 @@ class SparseEncoder(Encoder):
         if self.settings.lower_case:
             self._tokenizer.with_lower_case()
         loaded = options.load(opened, model_class, config)
-        self._packs = self._padding = True
 
         def encode(
             model: Any,
