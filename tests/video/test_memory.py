@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline
@@ -17,7 +18,8 @@ from verax.errors import RequestRefusedError
 from verax.models.video_model import LatentGeometry, VideoSettings
 from verax.models.wan.family import KINDS, SKYREELS
 from verax.ops import use_target
-from verax.video.memory import StageMemory, out_of_memory_message
+from verax.ops._target import DeviceMemory, Target
+from verax.video.memory import StageMemory, free_memory, out_of_memory_message
 from verax.video.programs import KEPT_PROGRAMS, Component, Program
 from verax.video.request import VideoRequest, resolve_request
 
@@ -47,6 +49,15 @@ def test_the_plan_compiles_what_the_run_uses_and_counts_its_memory(pipes):
     assert counts == [1] * 6
     pipe("a red circle", **OPTIONS)
     assert [program.count for program in programs] == counts
+
+
+@pytest.mark.parametrize(("platform", "devices", "free"), [("gpu", None, 900), ("gpu", 2, 500), ("cpu", 2, 300)])
+def test_the_device_with_the_least_free_memory_counts_and_a_cpu_has_one_memory(platform, devices, free, monkeypatch):
+    least = {1: DeviceMemory(800, 1000), 2: DeviceMemory(400, 1000)}
+    monkeypatch.setattr("verax.ops.target", lambda: Target(platform, "", read_memory=least.__getitem__))
+    mesh = None if devices is None else AbstractMesh((1, devices), ("guidance", "sequence"))
+    components: Any = [SimpleNamespace(mesh=mesh, loaded=True, size=100), SimpleNamespace(mesh=None, loaded=False)]
+    assert free_memory(components) == free
 
 
 def test_a_request_that_does_not_fit_is_refused_before_anything_runs(pipes, monkeypatch):

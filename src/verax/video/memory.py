@@ -83,9 +83,13 @@ def largest(plan: Sequence[StageMemory]) -> StageMemory:
 
 
 def free_memory(components: Sequence[Component[Any]]) -> int | None:
-    """Bytes of the target that a run may take, its models included; None if that is unknown."""
-    memory = ops.target().memory
-    return None if memory is None else memory.free + sum(one.size for one in components if one.loaded)
+    """Bytes of each device that a run may take, its models included; None if that is unknown."""
+    devices = max((one.mesh.size for one in components if one.mesh is not None), default=1)
+    target = ops.target()
+    if (memory := target.least_memory(devices)) is None:
+        return None
+    sharing = devices if target.platform == "cpu" else 1  # the devices of a CPU have one memory
+    return memory.free // sharing + sum(one.size for one in components if one.loaded)
 
 
 def _alternatives(
