@@ -89,8 +89,8 @@ class CrossEncoder:
     ):
         tokens = read_transformer_file(opened.folder, "sequence-classification")
         self.max_length = read_max_length(opened.folder, positions, max_length, tokens)
-        self._lower_case = read_value(tokens, "do_lower_case", bool, False)
-        self._tokenizer = tokenizer.with_lower_case() if self._lower_case else tokenizer
+        lower_case = read_value(tokens, "do_lower_case", bool, False)
+        self._tokenizer = tokenizer.with_lower_case() if lower_case else tokenizer
         self._activation = activation_function(*_activation_name(model_file, opened.config))
 
     def tokenize(self, query: str, documents: Sequence[str], instruction: str | None, max_length: int) -> list[Tokens]:

@@ -3,7 +3,7 @@
 `denoise` is the loop, and `predict_velocity` the transformer with guidance. Both are functions of arrays: programs are
 made of them, divided over devices and planned elsewhere (`networks.Denoiser`). The timestep of an iteration, the
 coefficients of the solver, the frames that take a step and whether the blocks run are rows of tables, so that text to
-video, diffusion forcing and TeaCache are one loop, and one program whatever the number of steps.
+video, diffusion forcing and step caches are one loop, and one program whatever the number of steps.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Conditions(NamedTuple):
 class DenoisingState(NamedTuple):
     """State between iterations.
 
-    `residual`: with TeaCache, the sum that the blocks added when they last ran, of each row; else None. Tokens that are
-    divided over devices stand in one row, `[G, F, 1, h w, D]`.
+    `residual`: with a step cache, the sum that the blocks added when they last ran, of each row; else None. Tokens that
+    are divided over devices stand in one row, `[G, F, 1, h w, D]`.
     """
 
     solver: solvers.SolverState

@@ -62,7 +62,7 @@ class FinishedSegments:
     def add(self, latents: Float32[Array, "1 F h w C"]) -> None:
         """Write the next segment, if there is a folder; its file is complete, or not there, at any time."""
         if self._folder is None:
-            return  # without waiting for the device
+            return
         self._latents.append(np.asarray(latents))
         count = len(self._latents)
         origin = {"common": self._common, "segments": self._segments[:count]}
