@@ -224,6 +224,7 @@ HALF = dict(height=32, width=64, num_inference_steps=4, half_size_steps=2)
         ("i2v", {"image": picture(1, 1000)}, "image: 1 x 1000 pixels .* no part of the shape of a frame of 16 x 32"),
         ("df", {"last_image": picture(1000, 1)}, "last_image: 1000 x 1 pixels"),
         ("t2v", {"prompt": None}, "prompt: give it or prompt_embeds"),
+        ("t2v", {"fps": 1001}, "fps: expected a whole number of 1 to 1000, or None, got 1001"),
         ("t2v", {"prompt": 5}, "prompt: expected a text, or a list of one for each segment, got int"),
         ("t2v", {"prompt": ["a", 5]}, "prompt: expected a text, got int"),
         ("t2v", {"negative_prompt": 5}, "negative_prompt: expected a text, got int"),

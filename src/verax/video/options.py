@@ -140,6 +140,7 @@ class VideoRequest:
         None,
         "Frames per second. Of the file, and as an input of models that have one. None: those of `video`.",
         low=1,
+        high=1000,
         shown=_CHECKPOINT,
     )
     seed: int = option(42, "The same seed gives the same clip. It seeds the noise.", low=0, high=2**64 - 1)
