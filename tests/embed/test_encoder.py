@@ -136,6 +136,7 @@ def random_tokens(shortest, longest, *, count):
         (lambda e: e.encode(3), "sentences: expected a text or texts, got 3"),
         (lambda e: e.encode(b"cat"), "sentences: expected a text or texts"),
         (lambda e: e.tokenize("a cat"), "sentences: expected a list of texts, got the text 'a cat'"),
+        (lambda e: e.encode_tokens([5, 6]), "token_ids: expected a list of tokens for each sentence, got 5 at 0"),
         (lambda e: e.encode(["cat", None]), "sentences: expected texts, got None at 1"),
         (lambda e: e.encode(["cat", "\ud800"]), "sentences: not Unicode text at 1"),
         (lambda e: e.encode("cat", batch_size=0), "batch_size: expected a whole number of at least 1, got 0"),

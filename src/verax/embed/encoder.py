@@ -301,9 +301,14 @@ class Encoder:
         Raises:
             InvalidParameterError: for no tokens, more than `max_length`, or one that is not in the vocabulary.
         """
-        sentences = [list(ids) for ids in token_ids]
+        sentences: list[list[int]] = []
         size = self.model_config.vocab_size
-        for number, ids in enumerate(sentences):
+        for number, given in enumerate(token_ids):
+            if not isinstance(given, Iterable):
+                raise InvalidParameterError(
+                    f"token_ids: expected a list of tokens for each sentence, got {given!r} at {number}"
+                )
+            sentences.append(ids := list(given))
             if not 0 < len(ids) <= self.max_length:
                 raise InvalidParameterError(
                     f"token_ids: expected 1 to {self.max_length} tokens (max_length), got {len(ids)} at {number}"
