@@ -89,6 +89,28 @@ def test_gradients_of_one_side_only_are_named(theirs):
     assert not result.passed
 
 
+@pytest.mark.parametrize(("slope", "passes"), [(1e-12, True), (0.1, False)])
+def test_a_gradient_of_zero_is_measured_against_the_others(slope, passes):
+    """The reference's is exactly zero, ours is rounding, or more."""
+
+    class Reference(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = (torch.nn.Parameter(torch.full([SIZE], x)) for x in (2.0, 0.0))
+
+        def forward(self, x):
+            return x * self.weight + 0 * self.bias
+
+    class Ours(nnx.Module):
+        def __init__(self):
+            self.weight, self.bias = (nnx.Param(jnp.full(SIZE, x)) for x in (2.0, 0.0))
+
+        def __call__(self, x):
+            return x * self.weight + slope * self.bias
+
+    assert compare(Reference(), Ours(), X, backward=True).passed == passes
+
+
 def test_without_names_layers_and_their_gradients_are_matched_by_shape_and_order(theirs):
     result = compare(theirs, JaxNet(theirs), X, backward=True)
     assert [str(pair) for pair in result.guessed] == [f"layers.{i} = net.{i}" for i in range(3)]

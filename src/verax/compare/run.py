@@ -236,10 +236,12 @@ def _gradient_rows(
             raise InvalidParameterError(
                 f"names: {name} of shape {list(mine.shape)} is not {' + '.join(paths)} of shape {list(other.shape)}"
             )
-        errors = measure(layout.apply(mine), other)
-        if (size := _size(other)) < VANISHING * usual:
+        arranged = layout.apply(mine)
+        errors = measure(arranged, other)
+        if _size(other) < VANISHING * usual:
             # Rounding is all that there is of it: the bias of attention's keys has a gradient of zero.
-            errors = errors._replace(l2=errors.l2 * size / usual, max_rel=errors.max_abs / usual)
+            apart = _size(np.subtract(arranged, other, dtype=np.float64))
+            errors = errors._replace(l2=apart / usual, max_rel=errors.max_abs / usual)
         dtypes = mine.dtype.name, other.dtype.name
         rows.append(Row(name, " + ".join(paths), *dtypes, errors, layout=str(layout), by=by))
     rest = [name for name in reference if name not in used and np.any(reference[name])]
