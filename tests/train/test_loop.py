@@ -83,6 +83,19 @@ def test_steps_that_were_lost_with_an_interruption_are_logged_once(tmp_path):
     assert steps == [10, 20, 30, 40]
 
 
+def test_a_run_that_left_no_state_leaves_nothing_in_the_log_of_the_next(tmp_path):
+    def failing(start):
+        yield next(batches(start))
+        raise KeyboardInterrupt
+
+    options = {"save_every": 5, "log_every": 1, "stop_at": 2, "show_progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        train(loss, fresh(), failing, SCHEDULE, tmp_path, validate=lambda params: 7.0, **options)
+    train(loss, fresh(), batches, SCHEDULE, tmp_path, validate=lambda params: 3.0, **options)
+    entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [(entry["step"], entry.get("validation_loss")) for entry in entries] == [(0, 3.0), (1, None), (2, 3.0)]
+
+
 def test_rounded_gradients_match_the_plain_form_up_to_rounding():
     rng = np.random.default_rng(1)
     x, bias = (

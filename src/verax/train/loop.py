@@ -218,11 +218,14 @@ def _value_and_gradient(loss: Loss, params: Any, batch: dict[str, Array], parts:
 
 
 class _Log:
-    """The file of a run's entries. Entries of steps after the last state are removed: these steps are made again."""
+    """The file of a run's entries. Entries of steps after the last state are removed: these steps are made again.
+
+    Without a state, all are: of a run that left none, maybe of another model.
+    """
 
     def __init__(self, folder: Path, step: int):
         folder.mkdir(parents=True, exist_ok=True)
-        kept = [entry for entry in read_log(folder) if entry["step"] <= step]
+        kept = [entry for entry in read_log(folder) if step and entry["step"] <= step]
         write_text(folder / LOG, "".join(json.dumps(entry) + "\n" for entry in kept))
         self._file = (folder / LOG).open("a")
 
