@@ -93,6 +93,28 @@ def test_a_resumed_run_gives_the_bits_of_an_undisturbed_one(base, data, whole, t
         np.testing.assert_array_equal(weight, expected[key])
 
 
+@pytest.mark.parametrize("at_first", [True, False])
+def test_a_validation_loss_of_another_step_is_not_reported(base, data, tmp_path, monkeypatch, at_first):
+    """The first part of the run has validation data, or the second."""
+
+    def part(has_data, **options):
+        options["validation_data"] = data if has_data else None
+        return train_lora(base, data, tmp_path, settings(save_every=3), SMALL, show_progress=False, **options)
+
+    def stop(states, state, step):
+        save_state(states, state, step)
+        raise KeyboardInterrupt
+
+    save_state = RunStates.save
+    with monkeypatch.context() as patch:
+        patch.setattr(RunStates, "save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            part(at_first)
+    report = part(not at_first, resume=True)
+    assert report["loss"] > 0
+    assert "validation_loss" not in report
+
+
 def test_a_step_of_two_parts_equals_one_batch(base, data, whole, tmp_path):
     """Though the parts have different numbers of trained tokens."""
     train_lora(base, data, tmp_path, settings(batch_size=2, gradient_accumulation=2), SMALL, show_progress=False)

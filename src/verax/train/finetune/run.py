@@ -146,8 +146,9 @@ class Job:
             "parameters": parameters,
             "loss": next((entry["loss"] for entry in reversed(entries) if "loss" in entry), None),
         }
-        if validated := [entry["validation_loss"] for entry in entries if "validation_loss" in entry]:
-            figures.update(validation_loss_before=validated[0], validation_loss=validated[-1])
+        validated = {entry["step"]: entry["validation_loss"] for entry in entries if "validation_loss" in entry}
+        if validated.keys() >= {0, self.schedule.steps}:
+            figures.update(validation_loss_before=validated[0], validation_loss=validated[self.schedule.steps])
         return figures
 
 
@@ -169,8 +170,9 @@ def train_lora(
     `model`: folder, hub id or GGUF file of the base; the built-in model if None. Its weights are not changed.
 
     Returns:
-        `folder`, `steps`, `examples`, `cut`, `left_out`, `parameters` (trained numbers), `loss` of the last batch, and
-        with validation data `validation_loss_before` and `validation_loss`, in nats per trained token.
+        `folder`, `steps`, `examples`, `cut`, `left_out`, `parameters` (trained numbers), `loss` of the last batch, and,
+        if validation data were given at the first and at the last step, `validation_loss_before` and `validation_loss`,
+        in nats per trained token.
 
     Raises:
         InvalidParameterError: for a wrong line of a file, a setting out of range, or an unknown target.
