@@ -107,6 +107,7 @@ def train_builtin(
         lambda start: batches(tokenizer, seed=seed, size=PAIRS, length=LENGTH, start=start),
         schedule,
         output,
+        settings={"seed": seed},
         resume=resume,
         stop_at=stop_at,
         save_every=40,

@@ -22,6 +22,7 @@ from recipes import parse
 from recipes.text.recipe import token_batches
 from verax import builtin, checkpoint, ops
 from verax.checkpoint import save
+from verax.checkpoint.checkpoint import fingerprint
 from verax.loading import load_causal_lm
 from verax.models import causal_lm
 from verax.train.loop import Schedule, train
@@ -79,6 +80,7 @@ def train_head(
         lambda start: token_batches(tokenizer, seed + 1, start),  # not the batches that the model has seen
         SCHEDULE.of(steps),
         output,
+        settings={"seed": seed, "base": fingerprint(opened)},
         resume=resume,
         stop_at=stop_at,
     )

@@ -92,6 +92,7 @@ def train_builtin(
         lambda start: token_batches(tokenizer, seed, start),
         schedule,
         output,
+        settings={"seed": seed},
         resume=resume,
         stop_at=stop_at,
         show_progress=show_progress,

@@ -80,6 +80,7 @@ def train_reader(
         lambda start: batches(seed, start),
         schedule,
         output,
+        settings={"seed": seed},
         resume=resume,
         save_every=500,
         loss_unit="nats per caption",

@@ -130,6 +130,7 @@ def train_transformer(
         lambda start: batches(clips, seed, start),
         schedule,
         output,
+        settings={"seed": seed},
         resume=resume,
         stop_at=stop_at,
         save_every=100,

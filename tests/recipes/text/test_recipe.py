@@ -10,6 +10,7 @@ from recipes.text.prediction_head import train_head
 from recipes.text.recipe import next_token_loss, train_builtin
 from verax import builtin
 from verax.checkpoint import Checkpoint
+from verax.errors import CheckpointError
 from verax.models import causal_lm
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
@@ -44,6 +45,8 @@ def test_the_recipe_learns_resumes_and_exports_what_the_engine_loads(tmp_path):
         patch.setattr(recipe, "ROWS", ((4, 64), (2, 128)))
         patch.setattr(recipe, "CONFIG", {**recipe.CONFIG, "num_hidden_layers": 2})
         train_builtin(tmp_path, steps=6, stop_at=3, show_progress=False)
+        with pytest.raises(CheckpointError, match="made with seed 0, now 1"):
+            train_builtin(tmp_path, steps=6, seed=1, resume=True, show_progress=False)
         folder = train_builtin(tmp_path, steps=6, resume=True, show_progress=False)
     output = LLM(folder, max_num_seqs=1, max_model_len=64, use_tqdm=False).generate("Once", use_tqdm=False)[0]
     assert output.outputs[0].token_ids
