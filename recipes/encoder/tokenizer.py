@@ -20,8 +20,8 @@ VOCAB_SIZE = 3072
 TRAINING_PAIRS = 20_000
 
 
-def train_tokenizer(seed: int = 0, *, size: int = VOCAB_SIZE) -> Tokenizer:
-    """Tokenizer of at most `size` tokens, special ones first, from the first training sentences of the seed."""
+def train_tokenizer(seed: int = 0) -> Tokenizer:
+    """Tokenizer of at most `VOCAB_SIZE` tokens, special ones first, from the first training sentences of the seed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -33,7 +33,7 @@ def train_tokenizer(seed: int = 0, *, size: int = VOCAB_SIZE) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
+        vocab_size=VOCAB_SIZE,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

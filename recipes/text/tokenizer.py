@@ -22,8 +22,8 @@ _SPLIT = (
 """Pattern of Qwen2: words with the space before them, single digits, runs of punctuation, line ends."""
 
 
-def train_tokenizer(seed: int = 0, *, size: int = VOCAB_SIZE, count: int = TRAINING_DOCUMENTS) -> Tokenizer:
-    """Tokenizer of `size` tokens, special tokens first, from the first `count` training documents of the seed."""
+def train_tokenizer(seed: int = 0) -> Tokenizer:
+    """Tokenizer of `VOCAB_SIZE` tokens, special tokens first, from the first training documents of the seed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -33,12 +33,12 @@ def train_tokenizer(seed: int = 0, *, size: int = VOCAB_SIZE, count: int = TRAIN
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
+        vocab_size=VOCAB_SIZE,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = (document.text for document in islice(documents(seed), count))
+    texts = (document.text for document in islice(documents(seed), TRAINING_DOCUMENTS))
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 

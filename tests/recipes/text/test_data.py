@@ -60,7 +60,9 @@ def test_every_arithmetic_statement_is_true(split):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(count=1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.text.tokenizer.TRAINING_DOCUMENTS", 1000)
+        return train_tokenizer()
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 513])
