@@ -1,7 +1,7 @@
 """Documents packed into rows of fixed length, and batches of rows. A batch depends on the seed and its step only."""
 
 from collections.abc import Iterable, Iterator
-from itertools import count, islice
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +28,8 @@ class Row(NamedTuple):
     positions: Int32[np.ndarray, "T"]
 
 
-def _row(pieces: list[list[int]], length: int, pad: int) -> Row:
-    tokens = np.full(length, pad, np.int32)
+def _row(pieces: list[list[int]], length: int) -> Row:
+    tokens = np.zeros(length, np.int32)
     segments = np.zeros(length, np.int32)
     positions = np.zeros(length, np.int32)
     start = 0
@@ -49,7 +49,7 @@ def _encoded(texts: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[i
             yield encoding.ids
 
 
-def pack(texts: Iterable[Document], tokenizer: Tokenizer, length: int, *, pad: int = 0) -> Iterator[Row]:
+def pack(texts: Iterable[Document], tokenizer: Tokenizer, length: int) -> Iterator[Row]:
     """Rows of `length` tokens, cut from the concatenated documents; only the last row may end in padding."""
     if length < 1:
         raise InvalidParameterError(f"length: a row needs at least one token, got {length}")
@@ -63,10 +63,10 @@ def pack(texts: Iterable[Document], tokenizer: Tokenizer, length: int, *, pad: i
             start += len(piece)
             free -= len(piece)
             if free == 0:
-                yield _row(pieces, length, pad)
+                yield _row(pieces, length)
                 pieces, free = [], length
     if pieces:
-        yield _row(pieces, length, pad)
+        yield _row(pieces, length)
 
 
 def batch(
@@ -76,11 +76,3 @@ def batch(
     rows = islice(pack(documents(f"{seed}/{step}", split=split), tokenizer, length), batch_size)
     columns = zip(*rows, strict=True)
     return {name: np.stack(column) for name, column in zip(Row._fields, columns, strict=True)}
-
-
-def batches(
-    tokenizer: Tokenizer, *, seed: int, batch_size: int, length: int, split: Split = "train", start: int = 0
-) -> Iterator[dict[str, Int32[np.ndarray, "B T"]]]:
-    """Endless batches from step `start` on."""
-    for step in count(start):
-        yield batch(step, tokenizer, seed=seed, batch_size=batch_size, length=length, split=split)

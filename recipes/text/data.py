@@ -35,10 +35,9 @@ class Document:
     text: str
 
 
-def render_chat(messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = False) -> str:
-    """Text of a conversation, exactly as CHAT_TEMPLATE renders it."""
-    turns = "".join(f"{TURN_START}{message['role']}\n{message['content']}{TURN_END}\n" for message in messages)
-    return turns + f"{TURN_START}assistant\n" if add_generation_prompt else turns
+def render_chat(messages: Sequence[Mapping[str, str]]) -> str:
+    """Text of a whole conversation, exactly as CHAT_TEMPLATE renders it."""
+    return "".join(f"{TURN_START}{message['role']}\n{message['content']}{TURN_END}\n" for message in messages)
 
 
 _SYSTEM_SHARE = 0.15
@@ -76,9 +75,7 @@ def _first_word(rng: Random) -> str:
 
 
 def _copy_turn(rng: Random) -> Exchange:
-    words = [
-        rng.choice((draw_name, lambda r: fact(r).answer.split()[0].strip(".,")))(rng) for _ in range(rng.randint(1, 4))
-    ]
+    words = [rng.choice((draw_name, _first_word))(rng) for _ in range(rng.randint(1, 4))]
     text = " ".join(words)
     return Exchange(rng.choice(("Repeat after me: {0}", "Say {0}", "Please repeat: {0}")).format(text), text)
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float16, Int32, UInt8
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from recipes.video.shapes import COLOURS, DIRECTIONS, SHAPES, TEMPLATES, Scene, Split, draw, scenes
+from recipes.video.shapes import COLOURS, DIRECTIONS, SHAPES, TEMPLATES, Scene, draw, scenes
 from recipes.video.vae import FRAMES, SIZE, colours
 from verax import progress
 from verax.files import atomic_path
@@ -92,10 +92,8 @@ class Clips(NamedTuple):
     labels: Int32[np.ndarray, "N words"]
 
 
-def clips(
-    vae: WanVae, folder: Path, count: int, *, seed: int = 0, split: Split = "train", show_progress: bool = True
-) -> Clips:
-    """First `count` clips of the seed. Files that exist in `folder` are not made again.
+def clips(vae: WanVae, folder: Path, count: int, *, seed: int = 0, show_progress: bool = True) -> Clips:
+    """First `count` training clips of the seed. Files that exist in `folder` are not made again.
 
     `count` is rounded up to whole files.
     """
@@ -105,16 +103,16 @@ def clips(
     parts = []
     with progress.bar("latents", enabled=show_progress) as report:
         for done, start in enumerate(starts):
-            path = folder / f"{split}-{start:06}.npz"
+            path = folder / f"train-{start:06}.npz"
             if not path.exists():
-                drawn = draw(scenes(seed, start, CHUNK, split=split), frames=FRAMES, height=SIZE, width=SIZE)
+                drawn = draw(scenes(seed, start, CHUNK), frames=FRAMES, height=SIZE, width=SIZE)
                 with atomic_path(path) as partial:
                     condition = encode(condition_clips(drawn[:, 0]))
                     np.savez(partial, latents=encode(drawn), condition=condition, first=drawn[:, 0])
             with np.load(path) as saved:
                 parts.append({name: saved[name] for name in ("latents", "condition", "first")})
             report(done + 1, len(starts), "")
-    drawn = scenes(seed, 0, len(parts) * CHUNK, split=split)
+    drawn = scenes(seed, 0, len(parts) * CHUNK)
     written = [tokens([replace(s, template=t).caption for t in range(len(TEMPLATES))]) for s in drawn]
     return Clips(
         **{name: np.concatenate([part[name] for part in parts]) for name in parts[0]},

@@ -138,7 +138,7 @@ _SETTINGS: Mapping[str, Any] = {
         "transformer": ["diffusers", "SkyReelsV2Transformer3DModel"],
         "vae": ["diffusers", "AutoencoderKLWan"],
     },
-    "scheduler/scheduler_config.json": {**scheduler_settings(PIPELINE), "flow_shift": SHIFT},
+    "scheduler/scheduler_config.json": scheduler_settings(SHIFT),
     "image_processor/preprocessor_config.json": {
         "image_processor_type": "CLIPImageProcessor",
         "do_resize": True,
