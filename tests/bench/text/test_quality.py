@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import gguf as files
-from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny import HYBRID, tiny_checkpoint
 from verax.bench.results import markdown
 from verax.bench.settings import QualitySettings
 from verax.bench.text.quality import bench_quality, held_out_texts
@@ -45,3 +45,12 @@ def test_a_quantised_file_is_measured_dequantised_and_as_it_is_stored(tmp_path):
     rows = result["variants"]
     assert rows["float32"]["kl_divergence"] == 0 < rows["as stored"]["kl_divergence"] < 0.05
     assert rows["as stored"]["weights_mb"] < rows["float32"]["weights_mb"]
+
+
+def test_of_a_hybrid_model_only_the_layers_that_attend_have_a_cache(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "hybrid", family="qwen3_5_text", **HYBRID)
+    (tmp_path / "story.txt").write_text("once upon a time there was a small fox " * 5)
+    settings = dict(model=str(folder), text=tmp_path / "story.txt", variants="float32; bfloat16")
+    rows = bench_quality(QualitySettings(**settings), window=40)["variants"]
+    assert rows["float32"]["kl_divergence"] == 0 < rows["bfloat16"]["kl_divergence"] < 0.05
+    assert rows["bfloat16"]["cache_bytes_per_token"] == 2 * 1 * 2 * 16 * 2  # one layer, 2 heads of 16, two bytes each

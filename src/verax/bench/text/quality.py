@@ -25,7 +25,7 @@ from verax.errors import InvalidParameterError
 from verax.files import model_name
 from verax.loading import DEQUANTIZE, load_causal_lm
 from verax.models import CausalLM
-from verax.ops.paged import page_bytes
+from verax.text.step.sizes import block_bytes
 from verax.text.tokens.tokenizer import Tokenizer
 
 PAGE = 16
@@ -107,15 +107,13 @@ def bench_quality(settings: QualitySettings, *, window: int = 512) -> dict[str, 
                 compared = _compare(reference, module, theirs, ours, np.roll(tokens, -1))
                 scores += np.asarray(compared, np.float64)[:, : length - 1].sum(axis=1)
             nats, divergence, agreement = (float(score) for score in scores / scored)
-            config = module.config
-            page = page_bytes((config.num_key_value_heads, 1, config.head_dim), variant.cache_dtype)
             rows[name] = {
                 "nats_per_token": nats,
                 "perplexity": float(np.exp(nats)),
                 "kl_divergence": divergence,
                 "top1_agreement": agreement,
                 "weights_mb": sum(leaf.nbytes for leaf in jax.tree.leaves(module)) / 1e6,
-                "cache_bytes_per_token": 2 * config.num_hidden_layers * page,
+                "cache_bytes_per_token": block_bytes(module.config, 1, variant.cache_dtype),
             }
             del module
     columns = {
@@ -184,14 +182,20 @@ def _hidden_states(
     starts = jnp.stack([jnp.zeros_like(length), length])
 
     def attend(
-        layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], **options: Any
-    ) -> Float[Array, "T N H"]:
+        layer: int,
+        q: Float[Array, "1 T N H"],
+        k: Float[Array, "1 T K H"],
+        v: Float[Array, "1 T K H"],
+        **options: Any,
+    ) -> Float[Array, "1 T N H"]:
+        (q,), (k,), (v,) = q, k, v
         shape = (blocks, k.shape[1], PAGE, k.shape[2])
         empty = (ops.new_pages(shape, cache_dtype) for _ in range(2))
         pages = ops.write_pages(*empty, k, v, page, position % PAGE)
-        return ops.paged_attention(q, *pages, table_of_pages, length[None], starts, **options)
+        return ops.paged_attention(q, *pages, table_of_pages, length[None], starts, **options)[None]
 
-    return model(tokens, position, attend)
+    # A batch of one, which recurrent layers take.
+    return model(tokens[None], position[None], attend)[0]
 
 
 @jax.jit
