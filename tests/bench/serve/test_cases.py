@@ -70,6 +70,11 @@ def test_failures_are_shown_by_kind():
         assert words in page
 
 
+def test_streams_that_the_first_of_several_runs_lost_are_counted():
+    result = load_server(FakeServer(faults={2: "cut"}), concurrency="2", num_requests=6, warmup=0, runs=2)
+    assert result["cases"][0]["check"]["lost"] == 1
+
+
 @pytest.mark.parametrize(
     ("load", "names"),
     [

@@ -239,7 +239,7 @@ def _run_case(
     number: int,
     settings: ServeSettings,
 ) -> tuple[dict[str, Any], Sequence[Answer]]:
-    """Run a load on all sides in turn; one of the result's cases, and the answers of the last run of `chosen`."""
+    """Run a load on all sides in turn; one of the result's cases, and the answers of `chosen` in the counted runs."""
     taken: dict[str, list[Run]] = {name: [] for name in sides}
 
     def call(name: str) -> None:
@@ -257,7 +257,7 @@ def _run_case(
     ratios = {name: rates[chosen] / rate for name, rate in rates.items() if name != chosen and rate.all()}
     case["ratios"] = {name: float(np.median(ratio)) for name, ratio in ratios.items()}
     case["ratio_p10_p90"] = {name: np.percentile(ratio, (10, 90)).tolist() for name, ratio in ratios.items()}
-    return case, taken[chosen][-1].answers
+    return case, [answer for run in taken[chosen][-settings.runs :] for answer in run.answers]
 
 
 async def check_answers(ask: Ask, answers: Sequence[Answer], *, number: int) -> dict[str, int]:
