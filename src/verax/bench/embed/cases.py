@@ -103,7 +103,8 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
         intro=f"{len(texts)} sentences of {min(lengths)} to {max(lengths)} tokens ({sum(lengths)} in all), "
         f"{'each in a call of its own' if latency else f'{batch_size} at once'}; "
         f"{rounds(asked)}, tokenizer included. The first run, which compiled, took {first_s:.1f} s; "
-        f"{compiled} programs compiled afterwards. The limit is for the weights and their products.",
+        f"{compiled} programs compiled afterwards. The limit is for the weights and their products"
+        + (f", at {dtype}'s rate, which products of 8-bit integers exceed." if quantization else "."),
         settings=asked,
         versions={name: version for side in others.values() for name, version in side.versions.items()},
         tables=[sides_table([case], "sentences/s", note=note)],
