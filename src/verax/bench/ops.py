@@ -248,7 +248,7 @@ def grouped_cases(kinds: Sequence[str], torch: Any = None) -> Iterator[Case]:
 
 def _loop(torch: Any, x: Any, weights: Any, choice: Any) -> Any:
     """Products of the chosen experts one by one, as transformers computes them."""
-    y = torch.empty(*choice.shape, weights.shape[1], dtype=x.dtype)
+    y = x.new_empty(*choice.shape, weights.shape[1])  # on its device
     for expert in choice.unique():
         token, place = torch.where(choice == expert)
         y[token, place] = torch.nn.functional.linear(x[token], weights[expert])
