@@ -161,13 +161,14 @@ def linear_cases(
     """Cases one by one: each kind of weight with each number of rows; with torch's side if it is given."""
     rng = np.random.default_rng(0)
     dense = jnp.asarray(rng.standard_normal((size_out, size_in), np.float32)).astype(jnp.bfloat16)
+    num_copies = lambda nbytes: min(MOST_COPIES, math.ceil(COLD / nbytes))
     for kind in weights:
         weight = _quantized_as(dense, kind)
-        copies = [_as_loaded(weight) for _ in range(min(MOST_COPIES, math.ceil(COLD / weight.nbytes)))]
+        copies = [_as_loaded(weight) for _ in range(num_copies(weight.nbytes))]
         packed = {few: _packed(copies, few) for few in {count < FEW_ROWS for count in rows}}
         dtype = "float32" if kind == "float32" else "bfloat16"
         theirs = [] if torch is None else [_tensor(torch, dense, dtype)]
-        theirs += [tensor.clone() for tensor in theirs for _ in range(1, min(MOST_COPIES, COLD // tensor.nbytes))]
+        theirs = [tensor.clone() for tensor in theirs for _ in range(num_copies(tensor.nbytes))]
         for count in rows:
             x = jnp.asarray(rng.standard_normal((count, size_in), np.float32))
             sides: Calls = {}
