@@ -13,7 +13,7 @@ from verax.files import write_json
 from verax.loading import load_causal_lm
 from verax.nn import pack_linear_weights
 from verax.plan.devices import find_device
-from verax.plan.model import Described, describe
+from verax.plan.model import Described, describe, multiplied
 from verax.plan.run import plan
 from verax.plan.text import plan_embed, plan_text, text_plan
 from verax.text.engine.engine_config import EngineConfig
@@ -145,6 +145,16 @@ def test_over_devices_weights_and_heads_are_divided(config_only):
     assert half["programs"][0]["parts_s"]["compute"] == whole["programs"][0]["parts_s"]["compute"] / 2
     # Two of four devices share a head of keys and values: each has all of its cache.
     assert plan(folder, DEVICE, tensor_parallel_size=4)["memory"]["cache"] == half["memory"]["cache"]
+
+
+def test_products_of_8_bit_integers_have_their_own_rate(config_only):
+    folder, device = config_only(), find_device("h100")
+    inputs16, inputs8 = (plan(folder, device, quantization=q)["programs"][1] for q in ("int8", "w8a8"))
+    matrices = multiplied(text_plan(describe(folder), device).model)[0]
+    rows = 512  # of a prompt of 511 tokens, padded; inputs of the head and attention keep 16 bits
+    saved = inputs16["parts_s"]["compute"] - inputs8["parts_s"]["compute"]
+    assert saved == pytest.approx(2 * rows * matrices * (1 / device.rate("bfloat16") - 1 / device.rate("int8")))
+    assert inputs8["flops"] == inputs16["flops"]
 
 
 def test_the_fewest_devices_are_the_first_that_divide_the_model_and_hold_it(config_only):

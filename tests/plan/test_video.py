@@ -8,7 +8,7 @@ from tests.support.tiny_video import SIZES, video_folder
 from verax.errors import InvalidParameterError
 from verax.plan.devices import find_device
 from verax.plan.run import plan
-from verax.plan.video import read_clip
+from verax.plan.video import read_clip, step_flops
 from verax.video.pipeline import VideoPipeline
 
 DEVICE = find_device("h100")
@@ -56,6 +56,16 @@ def test_control_blocks_have_memory_and_products_of_their_own(tmp_path):
     streams, operands = 3 * 4 * T * D, T * 3 * D * 2
     assert work == keys + latents + streams + operands
     assert "encode" in {row["stage"] for row in result["stages"]}
+
+
+def test_products_of_8_bit_integers_have_their_own_rate(tmp_path):
+    folder = video_folder("i2v", tmp_path / "i2v")
+    clip = read_clip(folder, **CLIP)
+    plain, rounded = (plan(str(folder), DEVICE, quantization=q, **CLIP)["programs"] for q in (None, "int8"))
+    weights, _ = step_flops(clip.transformer, clip.tokens, clip.words)
+    saved = plain[0]["parts_s"]["compute"] - rounded[0]["parts_s"]["compute"]
+    assert saved == pytest.approx(2 * weights * (1 / DEVICE.rate("bfloat16") - 1 / DEVICE.rate("int8")))
+    assert rounded[1] == plain[1]
 
 
 def test_devices_hold_parts_of_what_they_divide(tmp_path):

@@ -128,21 +128,23 @@ def _this_machine(memory: float | None, bandwidth: float | None, flops: float | 
 
 
 def program_row(
-    name: str, device: Device, *, flops: float, nbytes: float, dtype: str, devices: int = 1, times: int = 1
+    name: str, device: Device, *, flops: Mapping[str, float], nbytes: float, devices: int = 1, times: int = 1
 ) -> dict[str, Any]:
     """Work and least time of a program, for JSON: its products at their full rate, or its bytes at full bandwidth.
 
     Args:
-        flops: operations of its products on all devices together, two for each multiplication and addition.
+        flops: operations of its products on all devices together, by the dtype of their operands: two for each
+            multiplication and addition.
         nbytes: bytes that cross the memory of one device.
         devices: number of devices, which divide the products evenly.
     """
-    parts = {"compute": flops / device.rate(dtype) / devices, "memory": nbytes / device.bandwidth}
+    compute = sum(count / device.rate(dtype) for dtype, count in flops.items())
+    parts = {"compute": compute / devices, "memory": nbytes / device.bandwidth}
     limit = max(parts, key=lambda part: parts[part])
     return {
         "name": name,
         "times": times,
-        "flops": round(flops),
+        "flops": round(sum(flops.values())),
         "bytes_per_device": round(nbytes),
         "at_least_s": parts[limit],
         "limit": limit,

@@ -184,6 +184,11 @@ def multiplied(model: Any) -> tuple[int, int, float, int]:
     return every, experts, share * experts, head
 
 
+def rounds_inputs(model: Any) -> bool:
+    """True if layers of a module of shapes multiply their weights by inputs of 8 bits: products of integers (W8A8)."""
+    return any(getattr(leaf.get_value(), "rounds_inputs", False) for _, leaf in nnx.to_flat_state(nnx.state(model)))
+
+
 def sharded_bytes(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> int:
     """Bytes of arrays, or of their shapes, that one device holds."""
     shapes = [sharding.shard_shape(array.shape) for array, sharding in zip(arrays, shardings, strict=True)]

@@ -3,7 +3,7 @@ encoder (weights, and a batch of sentences)."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -22,7 +22,17 @@ from verax.nn.parallel import fitting_sizes
 from verax.ops._target import DeviceMemory
 from verax.ops.paged import page_bytes
 from verax.plan.devices import Device, program_row
-from verax.plan.model import Described, Part, multiplied, nbytes_of, packed_shapes, parts_of, sharded_bytes, tensor_mesh
+from verax.plan.model import (
+    Described,
+    Part,
+    multiplied,
+    nbytes_of,
+    packed_shapes,
+    parts_of,
+    rounds_inputs,
+    sharded_bytes,
+    tensor_mesh,
+)
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.program import cache_partitions, kept_of, named, new_cache, new_kept_states
 from verax.text.step.sizes import RunnerConfig, cache_memory, layer_states, plan_sizes, state_bytes
@@ -131,11 +141,15 @@ class TextPlan:
         weights = Counter[str]()
         for part in parts_of(self.model, devices):  # without the rows that fill a CPU's panels
             weights[part.part] += part.per_device
-        flops = nbytes = 0
+        is_float32 = self.dtype == jnp.float32 and all(part.precision == "float32" for part in self.parts)
+        dtype = "float32" if is_float32 else "bfloat16"
+        flops, nbytes = defaultdict[str, float](float), 0
+        rounded = "int8" if rounds_inputs(self.model) else dtype  # but for experts and the head
         for before, count in steps:
             # The engine's prompts have buckets of tokens, all multiples of this. Products of padding are counted.
             rows = seqs if count == 1 else seqs * -(-count // PROMPT_LOGPROB_CHUNK) * PROMPT_LOGPROB_CHUNK
-            flops += 2 * (rows * (every + chosen) + seqs * head) + STATE_PRODUCTS * seqs * count * numbers
+            flops[rounded] += 2 * rows * every
+            flops[dtype] += 2 * (rows * chosen + seqs * head) + STATE_PRODUCTS * seqs * count * numbers
             # The mean over choices in which each expert is as likely as the others.
             idle = (1 - chosen / experts) ** rows if experts else 0
             nbytes += weights.total() - weights["embedding"] - weights["prediction head"] - idle * weights["experts"]
@@ -145,11 +159,9 @@ class TextPlan:
                 token = 2 * page_bytes((kv_heads // devices, 1, size), self.sizes().cache_dtype)
                 keys = [min(at, window or at) for at in range(before + 1, before + count + 1)]
                 cached = before if window is None else min(before, window - 1)
-                flops += 4 * heads * size * seqs * sum(keys)
+                flops[dtype] += 4 * heads * size * seqs * sum(keys)
                 nbytes += token * seqs * (cached + count)
-        is_float32 = self.dtype == jnp.float32 and all(part.precision == "float32" for part in self.parts)
-        dtype = "float32" if is_float32 else "bfloat16"
-        return program_row(name, self.device, flops=flops, nbytes=nbytes, dtype=dtype, devices=devices)
+        return program_row(name, self.device, flops=flops, nbytes=nbytes, devices=devices)
 
 
 def text_plan(
@@ -250,9 +262,8 @@ def plan_embed(
     program = program_row(
         f"{batch_size} sentences of {tokens} tokens",
         device,
-        flops=batch_size * products,
+        flops={dtype: batch_size * products},
         nbytes=read + memory["states"],
-        dtype=dtype,
     )
     return {
         "settings": {"dtype": dtype, "batch_size": batch_size, "max_length": tokens},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -25,7 +26,7 @@ from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.models.wan.vae_layers import AttentionBlock, Upsample
 from verax.plan.devices import Device, program_row
-from verax.plan.model import Described, Part, nbytes_of
+from verax.plan.model import Described, Part, nbytes_of, rounds_inputs
 from verax.video.load import Components, divided_component, network_precision, stays_as_stored
 from verax.video.memory import add_residents, largest
 from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_request, clip_mesh
@@ -260,43 +261,40 @@ def _work(clip: Clip, transformer: Component[Any]) -> dict[str, int]:
 
 def _programs(clip: Clip, models: Components, device: Device) -> list[dict[str, Any]]:
     """Programs that take most of a clip's time, with their least times. Encoders take some hundredths of it."""
-    shapes: Any = models.vae.shapes
-    options: Any = {"dtype": jnp.dtype(clip.dtype).name, "devices": 1 if clip.mesh is None else clip.mesh.size}
     work, transformer = _work(clip, models.transformers[0]), models.transformers[0]
+    shapes: Any = transformer.shapes, models.vae.shapes
+    dtype, devices = jnp.dtype(clip.dtype).name, 1 if clip.mesh is None else clip.mesh.size
+    rounded = "int8" if rounds_inputs(transformer.module(shapes[0])) else dtype
     half = clip.request.half_size_steps
-    steps = [
-        program_row(
-            name,
-            device,
-            flops=GUIDED * step_flops(clip.transformer, tokens, clip.words),
-            nbytes=transformer.size + work["latents"] * tokens // clip.tokens + work["cross-attention keys"],
-            times=times,
-            **options,
-        )
-        for name, tokens, times in (
-            (f"{STEP}, half size", clip.half_size_tokens, half),
-            (STEP, clip.tokens, clip.request.num_inference_steps - half),
-        )
-        if times
-    ]
+    steps = []
+    for name, tokens, times in (
+        (f"{STEP}, half size", clip.half_size_tokens, half),
+        (STEP, clip.tokens, clip.request.num_inference_steps - half),
+    ):
+        weights, attention = step_flops(clip.transformer, tokens, clip.words)
+        flops = Counter({dtype: GUIDED * attention})
+        flops[rounded] += GUIDED * weights
+        nbytes = transformer.size + work["latents"] * tokens // clip.tokens + work["cross-attention keys"]
+        if times:
+            steps.append(program_row(name, device, flops=flops, nbytes=nbytes, devices=devices, times=times))
     decode = program_row(
         "VAE decode",
         device,
-        flops=decode_flops(models.vae.module(shapes), clip.latents),
+        flops={dtype: decode_flops(models.vae.module(shapes[1]), clip.latents)},
         nbytes=models.vae.size + FLOAT32_BYTES * math.prod(clip.latents) + clip.frame_bytes,
-        **options,
+        devices=devices,
     )
     return [*steps, decode]
 
 
-def step_flops(config: WanConfig, tokens: int, words: int) -> int:
-    """Operations of the transformer's products for one row: its blocks, and the maps from and to patches."""
+def step_flops(config: WanConfig, tokens: int, words: int) -> tuple[int, int]:
+    """Operations of the products of the transformer for one row: with its weights, and of attention."""
     D, F = config.dim, config.ffn_dim
-    layer = 2 * tokens * (6 * D * D + 2 * D * F) + 4 * tokens * (tokens + words) * D
-    patch = config.patch**2 * (config.in_dim + config.out_dim)
+    blocks = config.num_layers + len(config.vace_layers)
+    weights = blocks * (6 * D + 2 * F) + config.patch**2 * (config.in_dim + config.out_dim)
     if controls := len(config.vace_layers):
-        patch += config.patch**2 * config.vace_in_dim + (controls + 1) * D  # the last by projections of control blocks
-    return (config.num_layers + controls) * layer + 2 * tokens * D * patch
+        weights += config.patch**2 * config.vace_in_dim + (controls + 1) * D  # the last: projections of control blocks
+    return 2 * tokens * D * weights, 4 * blocks * tokens * (tokens + words) * D
 
 
 def decode_flops(vae: WanVae, latents: Sequence[int]) -> int:
