@@ -89,6 +89,15 @@ def test_gradients_of_one_side_only_are_named(theirs):
     assert not result.passed
 
 
+def test_a_model_keeps_its_gradients_and_what_is_frozen(theirs):
+    model = copy.deepcopy(theirs)
+    model.net[0].requires_grad_(False)
+    model.norm.weight.grad = torch.ones(SIZE)
+    assert compare(model, JaxNet(theirs), X, names=NAMES, backward=True).passed
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["net.0.weight", "net.0.bias"]
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["norm.weight"]
+
+
 @pytest.mark.parametrize(("slope", "passes"), [(1e-12, True), (0.1, False)])
 def test_a_gradient_of_zero_is_measured_against_the_others(slope, passes):
     """The reference's is exactly zero, ours is rounding, or more."""

@@ -83,17 +83,18 @@ def gradients_torch(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[st
         cotangents: weights of each output of floats, by its name in the trace.
     """
     lib, model = torch(), side.model
-    for parameter in model.parameters():
-        parameter.grad = None
-        parameter.requires_grad_(True)
-    outputs = _floats(side.run(model, to_torch(side.args), to_torch(side.kwargs)))
-    weights = {name: lib.from_numpy(np.asarray(x, np.float32)) for name, x in cotangents.items()}
-    total: Any = sum((outputs[name].float() * weight).sum() for name, weight in weights.items())
-    total.backward()
-    gradients = {n: to_numpy(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-    for parameter in model.parameters():
-        parameter.grad = None
-    return gradients
+    parameters = dict(model.named_parameters())
+    trained = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    model.requires_grad_(True)
+    try:
+        outputs = _floats(side.run(model, to_torch(side.args), to_torch(side.kwargs)))
+        weights = {name: lib.from_numpy(np.asarray(x, np.float32)) for name, x in cotangents.items()}
+        total: Any = sum((outputs[name].float() * weight).sum() for name, weight in weights.items())
+        gradients = lib.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    finally:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(trained[name])
+    return {name: to_numpy(x) for name, x in zip(parameters, gradients, strict=True) if x is not None}
 
 
 def round_like(model: Any, rounded: Any) -> None:
