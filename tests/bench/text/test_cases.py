@@ -87,6 +87,19 @@ def test_the_result_counts_what_was_done_against_the_limit(result, folder):
     assert 0 < work["fraction_of_limit"] == pytest.approx(work["limit_s"] / side["median_s"])
 
 
+def test_a_prediction_head_is_not_counted_in_steps_without_drafts(tmp_path):
+    folder = str(tiny_checkpoint(tmp_path, prediction_head=True, num_nextn_predict_layers=1))
+    workload = Workload("short-prompts", ((5, 6, 7),), (4,), 0.0)
+    plain, drafted = (measure(folder, workload, speculative_config=one) for one in (None, '{"method": "mtp"}'))
+    assert drafted["start_up"]["weights_gb"] > 1.1 * plain["start_up"]["weights_gb"]
+    for what in ("flops", "bytes_moved"):
+        assert drafted["work"][what] == plain["work"][what]
+    sides = drafted["cases"][0]["sides"]
+    assert "limit_s" not in sides["verax"]
+    side = sides["verax without drafts"]
+    assert side["fraction_of_limit"] == pytest.approx(side["limit_s"] / side["median_s"])
+
+
 def test_experts_that_are_not_chosen_are_not_counted(tmp_path):
     sizes = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
     folder = tiny_checkpoint(tmp_path, family="qwen3_moe", **sizes)

@@ -46,28 +46,28 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
             module, load_seconds = timed(partial(load, prediction_head=head))
         dense, experts, chosen, output = multiplied(module)
         leaves = nnx.to_flat_state(nnx.state(module))
-        stored = sum(leaf.get_value().nbytes for path, leaf in leaves if "experts" in path)
+        stored = sum(leaf.get_value().nbytes for path, leaf in leaves if "experts" in path and path[0] != "mtp")
         sized: dict[str, Any] = {"max_num_seqs": min(len(workload.prompts), 256), "max_model_len": workload.longest}
         llm = LLM.from_module(module, speculative_config=drafts, **sized)
-        runner = llm.engine.runner
+        runner, undrafted, counted = llm.engine.runner, llm, "verax"
         if "verax" in settings.against:
             sides[f"verax {dtype}"] = partial(_generate, LLM.from_module(load(quantization=None), **sized), workload)
-        if drafts is not None:
-            sides["verax without drafts"] = partial(_generate, LLM.from_module(load(), **sized), workload)
+        if drafts is not None:  # with drafts there are fewer steps, which may read a prediction head too
+            undrafted, counted = LLM.from_module(load(), **sized), "verax without drafts"
+            sides[counted] = partial(_generate, undrafted, workload)
         sides["verax"] = partial(_generate, llm, workload)
         compiled = runner.num_compiled()
         samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup, trace=settings.trace)
-        undrafted = samples.get("verax without drafts", samples["verax"])  # with drafts there are fewer steps
         steps, rows = workload.steps(runner.config.max_num_seqs), runner.config.max_num_seqs
         # A last token is not read. The head has a product only for a token that another is drawn after.
         positions = workload.prompt_tokens + workload.new_tokens - len(workload.prompts)
         products = 2 * ((dense + chosen) * positions + output * workload.new_tokens)
         # Experts that no row of a step chooses are not read: the mean over choices, in which all are equally likely.
         unread = stored * (1 - chosen / experts) ** rows if experts else 0.0
-        moved = steps * (runner.weight_bytes - unread)
-        work = benchmark.against_limit(undrafted.median, bytes_moved=moved, flops=products, dtype=dtype)
+        moved = steps * (undrafted.engine.runner.weight_bytes - unread)
+        work = benchmark.against_limit(samples[counted].median, bytes_moved=moved, flops=products, dtype=dtype)
         case = case_result("", "verax", samples, workload.counted_tokens)
-        for side, numbers in {**starts, "verax": work | starts.get("verax", {})}.items():
+        for side, numbers in (*starts.items(), (counted, work)):
             case["sides"][side] |= numbers
         measured: dict[str, Any] = {
             "cases": [case],
