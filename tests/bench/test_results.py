@@ -123,6 +123,19 @@ def test_the_interval_belongs_to_the_ratio_of_medians():
     assert row["high"] - row["low"] == pytest.approx(3.92 * deviation, rel=0.35)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "rates", "verdict"),
+    [(1.0, [50.0] * 10, "slower"), (0.01, [0.0] * 10, "slower"), (2.0, [100.0] * 10, "same"), (2.0, None, "slower")],
+)
+def test_runs_with_rates_are_compared_by_their_work(seconds, rates, verdict):
+    """A load of a given duration, a server that fails at once, twice as many requests, and a file without rates."""
+    old, new = timed(noise=0), timed(seconds, noise=0)
+    for result, given in ((old, [100.0] * 10), (new, rates)):
+        if given:
+            result["short"]["cases"][0]["sides"]["verax"]["rates"] = given
+    assert verdict_of(old, new) == verdict
+
+
 @pytest.mark.parametrize(("runs", "verdict"), [(1, "undecided"), (3, "undecided"), (4, "slower")])
 def test_few_runs_prove_nothing(runs, verdict):
     # 3 runs that are all slower than 3 others: by chance once in ten times.

@@ -7,7 +7,8 @@ A result is a dictionary that JSON holds. Its keys:
 - `settings`, `machine` (the fingerprint with the versions of all baselines), `measured` (the machine's limits),
   `noise`, `memory` (peaks), and `date`;
 - `cases`: a list of `case`, `sides` (each with `median_s`, `p10_s`, `p90_s`, `rate`, `seconds`, ...), `chosen` (our
-  side) and `ratios` (how many times faster it is than each other side);
+  side) and `ratios` (how many times faster it is than each other side). Where runs do not all do the same work, `rates`
+  has each run's;
 - further numbers of the subject.
 
 A file holds the latest result of each name, of one subject on one processor.
@@ -340,10 +341,10 @@ def compare_results(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold
     }
 
 
-def _series(which: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Seconds of the runs of every timed side, by the names of result, group, case and side."""
+def _series(which: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Numbers of every timed side, by the names of result, group, case and side."""
     series = {
-        " / ".join([name, *(case[key] for key in ("group", "case") if case.get(key)), side]): times["seconds"]
+        " / ".join([name, *(case[key] for key in ("group", "case") if case.get(key)), side]): times
         for name, result in results.items()
         for case in result.get("cases", ())
         for side, times in case["sides"].items()
@@ -353,11 +354,19 @@ def _series(which: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, l
     return series
 
 
-def _judged(old: Sequence[float], new: Sequence[float], threshold: float) -> dict[str, Any]:
-    """Medians, their ratio, new over old, the ends of its interval, and the verdict."""
+def _judged(before: Mapping[str, Any], after: Mapping[str, Any], threshold: float) -> dict[str, Any]:
+    """Medians of a side's seconds, their ratio, new over old, the ends of its interval, and the verdict.
+
+    Where both results have the rates of runs, they are the seconds of one piece of work, infinite in a run that
+    finished none.
+    """
+    old, new = before["seconds"], after["seconds"]
+    if "rates" in before and "rates" in after:
+        old, new = ([1 / rate if rate else math.inf for rate in side["rates"]] for side in (before, after))
     rng = np.random.default_rng(0)  # the same files give the same verdict
     medians = [np.median(rng.choice(np.asarray(runs), (RESAMPLES, len(runs))), axis=1) for runs in (new, old)]
-    low, high = np.quantile(medians[0] / medians[1], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    ends = (1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2
+    low, high = np.quantile(medians[0] / medians[1], ends, method="nearest")  # nothing lies between infinities
     verdict = "undecided"
     if 2 / math.comb(len(old) + len(new), len(old)) <= 1 - CONFIDENCE:
         if low > 1 + threshold:

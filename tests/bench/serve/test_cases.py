@@ -43,6 +43,7 @@ def test_all_requests_are_accounted_for_and_the_result_is_written_read_and_compa
     for case in result["cases"]:
         side = case["sides"]["server"]
         assert side["requests"] == 20 * len(side["seconds"])
+        assert min(side["rates"]) <= side["output_tokens_per_s"] <= max(side["rates"])
         assert side["completed"] + side["disconnected"] + sum(side["errors"].values()) == side["requests"]
         assert side["disconnected"] > 0
         assert (case["check"]["identical"], case["check"]["checked"], case["check"]["lost"]) == (3, 3, 0)

@@ -252,7 +252,8 @@ def _run_case(
         counted, side = runs[-len(samples[name].seconds) :], case["sides"][name]
         side |= load_test.summarise(counted)
         side["rate"] = side["output_tokens_per_s"]
-        rates[name] = np.array([load_test.summarise([run])["output_tokens_per_s"] for run in counted])
+        side["rates"] = [load_test.summarise([run])["output_tokens_per_s"] for run in counted]
+        rates[name] = np.array(side["rates"])
     # Ratios of output tokens per second: a round of a duration takes every side the same time.
     ratios = {name: rates[chosen] / rate for name, rate in rates.items() if name != chosen and rate.all()}
     case["ratios"] = {name: float(np.median(ratio)) for name, ratio in ratios.items()}
