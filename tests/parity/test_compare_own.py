@@ -153,11 +153,16 @@ def test_at_a_lower_precision_float32_is_the_arbiter(theirs, careless):
             model.layers[2].bias[...] += 0.05
         return Side(model, (X,))
 
-    result = compare_case(Case("net", reference, ours, NAMES), dtype="bfloat16")
+    case = Case("net", reference, ours, NAMES)
+    result = compare_case(case, dtype="bfloat16")
     assert result.dtypes[("bfloat16", "bfloat16")] == 3
     assert result.passed != careless
     assert (result.output.ratio > 1.1) == careless
     assert (result.first.name if result.first else None) == ("layers.2" if careless else None)
+    with pytest.raises(InvalidParameterError, match="max_rel: gradients in bfloat16 need a bound"):
+        compare_case(case, dtype="bfloat16", backward=True)
+    bounded = compare_case(case, dtype="bfloat16", backward=True, max_rel=0.03)
+    assert bounded.passed != careless
 
 
 PAIR = """

@@ -78,7 +78,8 @@ def compare_case(
         dtype: dtype of the weights and matmul inputs. Below float32 the reference also runs in float32, with weights
             rounded to `dtype`: the truth about both sides.
         inject: run ours a second time with each layer on the reference's activations, so that errors are located.
-        backward: compare gradients of a weighted sum of the output by each parameter too.
+        backward: compare gradients of a weighted sum of the output by each parameter too. Below float32 with `max_rel`
+            only, as nothing else says how large their errors may be.
         fused: run ours also as engines do, as one compiled program with fused operations, and compare its output.
         repeat: run each side a second time, to say whether it is deterministic.
         guess: as in `compare`.
@@ -88,9 +89,11 @@ def compare_case(
     Raises:
         InvalidParameterError: as in `compare`.
     """
+    low = dtype != "float32"
+    if low and backward and max_rel is None:
+        raise InvalidParameterError(f"max_rel: gradients in {dtype} need a bound; give one, or compare them in float32")
     with tempfile.TemporaryDirectory() as scratch, progress.bar("comparing") as report:
         home = Path(scratch)
-        low = dtype != "float32"
         stages = 2 + low + inject + fused + 2 * backward + 2 * repeat
         done = iter(range(stages + 1))
         runs: dict[str, str | None] = {}
