@@ -61,7 +61,7 @@ class Schedule:
         """Schedule of another number of steps, with at most a quarter of them for warm-up; the same one for None."""
         if steps is None:
             return self
-        return replace(self, steps=steps, warmup_steps=min(self.warmup_steps, steps // 4 + 1))
+        return replace(self, steps=steps, warmup_steps=min(self.warmup_steps, steps // 4))
 
     def optimizer(self) -> optax.GradientTransformation:
         """Optax chain of the schedule."""
