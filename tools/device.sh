@@ -23,15 +23,17 @@ export JAX_COMPILATION_CACHE_DIR="$PWD/build/device-cache" JAX_PERSISTENT_CACHE_
 [ ! -f build/device-cache.tgz ] || tar -xzf build/device-cache.tgz -C build/device-cache
 
 pack() {
-  tar -czf "$results.tgz" -C "$results" . && cp "$results.tgz" "$folder/results.tgz"
+  tar -czf "$results.$1.tgz" -C "$results" . && cp "$results.$1.tgz" "$folder/results.tgz"
 }
-while sleep 10; do pack || true; done &
+while sleep 10; do pack so-far || true; done &
 packing=$!
 trap 'kill $packing' EXIT
 
 "$python" -m verax bench accelerator --folder "$results" --seconds "${SECONDS_LEFT:-240}" --jobs "${JOBS:-6}" \
   ${parts:+--only "$parts"} ${REHEARSE:+--rehearse} > "$folder/page.md" 2> "$results/errors.log" || status=$?
-pack
+kill $packing  # or it might write at the same time
+trap - EXIT
+pack all
 tar -czf - -C build/device-cache . | split -b 15m - "$folder/cache."
 cat "$folder/page.md"
 exit "${status:-0}"
