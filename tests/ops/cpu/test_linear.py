@@ -292,6 +292,23 @@ def test_every_8_bit_float_is_multiplied_exactly():
     np.testing.assert_array_equal(native(jnp.ones((1, 1)), q)[0], values[:, 0].astype(jnp.float32))
 
 
+@for_each_level
+@pytest.mark.parametrize("group", [None, 64])
+def test_zero_points_of_8_bits_are_taken_off_as_exactly_as_products_are_added(level, group):
+    rng = np.random.default_rng(0)
+    groups = 256 // (group or 256)
+    zeros = np.full((48, groups), 100, np.int8)
+    integers = np.clip(np.rint(rng.normal(100, 20, (48, 256))), -128, 127).astype(np.int8)
+    scales = rng.uniform(0.5, 1.5, (48, groups)).astype(np.float32)
+    weight = ops.QuantizedWeight.from_integers(*map(jnp.asarray, (integers, scales)), 8, group, jnp.asarray(zeros))
+    x = inputs(5, 256)
+    with library.use_level(level):
+        assert ops.linear.select(jnp.asarray(x), weight).name == "native_zero_points"
+        y = ops.linear(jnp.asarray(x), weight)
+    exact = x.astype(np.float64) @ plain(weight).T
+    assert np.abs(y - exact).max() < 1e-3 * np.sqrt(np.mean(exact**2))
+
+
 def test_bias_leading_axes_and_other_input_dtypes():
     x, w = jnp.asarray(inputs(6, 40)), weight_of("bfloat16", 10, 40)
     bias = jnp.arange(10, dtype=jnp.bfloat16)

@@ -125,7 +125,7 @@ def _linear_native_zero_points(
     # Products with the stored integers, less what their zero points add: x (q - z) s = x q s - sum(x) z s.
     assert weight.zeros is not None
     y = _linear_native(x, replace(weight, zeros=None), bias)
-    groups = x.astype(jnp.bfloat16).astype(jnp.float32).reshape(*x.shape[:-1], weight.zeros.shape[1], -1)
+    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], weight.zeros.shape[1], -1)  # the kernel keeps 16 bits of x
     return y - linear(jnp.sum(groups, axis=-1), weight.zeros * weight.scales.astype(jnp.float32))
 
 
