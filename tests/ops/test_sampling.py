@@ -239,6 +239,15 @@ def test_the_greedy_token_is_the_first_of_equals(by):
     assert draw(by, *sampling_arguments(logits, [{"temperature": 0.0}] * 2)).tolist() == [30, 1599]
 
 
+@pytest.mark.parametrize("by", ["reference", "bisect", *NATIVE])
+@pytest.mark.parametrize("temperature", [1e-7, 1e-10, 1e-30, 2e-38])
+@pytest.mark.parametrize("option", [{}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_a_small_temperature_gives_the_best_token(by, temperature, option):
+    logits = np.random.default_rng(0).standard_normal((4, 1000)) * 5
+    for row in logits:  # alone, where XLA fuses what it does not in a batch
+        assert draw(by, *sampling_arguments(row[None], [option | {"temperature": temperature}])) == row.argmax()
+
+
 @pytest.mark.parametrize("by", ["reference", "passes", *NATIVE])
 @pytest.mark.parametrize(("V", "num_top"), [(1, 1), (7, 7), (63, 20), (64, 5), (65, 20), (3001, 20)])
 def test_logprobs_are_exact_and_of_equals_the_first_is_the_better(by, V, num_top):

@@ -191,19 +191,19 @@ def _uniform(params: SamplingArrays, lengths: Int[Array, "B"]) -> Float[Array, "
 def _draw_sorted(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
     greedy = jnp.argmax(logits, axis=-1)
     temperature, top_p, top_k = params.float("temperature"), params.float("top_p"), params.int("top_k")
-    scores = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    scores = _scores(logits, temperature)
     V = scores.shape[-1]
-    scores = _cut(scores, _min_p_threshold(scores.max(-1), params.float("min_p")))
+    scores = _cut(scores, _min_p_threshold(params.float("min_p")))
     descending = -jnp.sort(-scores, axis=-1)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
     scores = jnp.where(scores >= jnp.take_along_axis(descending, k[:, None] - 1, axis=-1), scores, -jnp.inf)
     descending = -jnp.sort(-scores, axis=-1)
-    weights = jnp.exp(descending - descending[:, :1])
+    weights = jnp.exp(descending)
     enough = jnp.cumsum(weights, axis=-1) >= top_p[:, None] * weights.sum(-1, keepdims=True)
     last = jnp.argmax(enough.at[:, -1].set(True), axis=-1)
     threshold = jnp.take_along_axis(descending, last[:, None], axis=-1)
     scores = jnp.where((scores >= threshold) | (top_p >= 1)[:, None], scores, -jnp.inf)
-    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores)
     cumulative = jnp.cumsum(weights, axis=-1)
     drawn = jnp.sum(cumulative <= u[:, None] * cumulative[:, -1:], axis=-1)
     return jnp.where(temperature > 0, jnp.minimum(drawn, _last_positive(weights)), greedy).astype(jnp.int32)
@@ -214,8 +214,7 @@ def _draw(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "
     temperature = params.float("temperature")
 
     def draw() -> Int[Array, "B"]:
-        scores = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-        scores = scores - scores.max(-1, keepdims=True)
+        scores = _scores(logits, temperature)
         truncated = (params.float("min_p") > 0) | (params.int("top_k") > 0) | (params.float("top_p") < 1)
         drawn = lax.cond(
             jnp.any(truncated),
@@ -227,22 +226,28 @@ def _draw(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "
     return lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)
 
 
+def _scores(logits: Float[Array, "B V"], temperature: Float[Array, "B"]) -> Float[Array, "B V"]:
+    """Logits divided by the temperature, or by 1 where it is 0; the largest score is 0."""
+    # Not a difference of quotients, of which XLA rounds one and fuses the other: at a temperature of 1e-9, the largest
+    # score would be hundreds.
+    return (logits - logits.max(-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+
+
 def _cut(scores: Float[Array, "B V"], threshold: Float[Array, "B"]) -> Float[Array, "B V"]:
     """Scores, minus infinity below the row's threshold."""
     return jnp.where(scores < threshold[:, None], -jnp.inf, scores)
 
 
-def _min_p_threshold(largest: Float[Array, "B"], min_p: Float[Array, "B"]) -> Float[Array, "B"]:
+def _min_p_threshold(min_p: Float[Array, "B"]) -> Float[Array, "B"]:
     """Score whose probability is `min_p` times the largest probability; minus infinity where `min_p` is 0."""
-    floor = largest + jnp.log(jnp.maximum(min_p, jnp.finfo(jnp.float32).tiny))
-    return jnp.where(min_p > 0, floor, -jnp.inf)
+    return jnp.where(min_p > 0, jnp.log(jnp.maximum(min_p, jnp.finfo(jnp.float32).tiny)), -jnp.inf)
 
 
 def _threshold(scores: Float[Array, "B V"], params: SamplingArrays) -> Float[Array, "B"]:
     """Least of the scores (maximum 0) that min-p, then top-k, then top-p keep."""
     top_k, top_p = params.int("top_k"), params.float("top_p")
     limits_k, limits_p = (top_k > 0) & (top_k < scores.shape[-1]), top_p < 1
-    least = _min_p_threshold(jnp.zeros_like(top_p), params.float("min_p"))
+    least = _min_p_threshold(params.float("min_p"))
     for limits, wanted, weighted in ((limits_k, top_k.astype(jnp.float32), False), (limits_p, top_p, True)):
         threshold = partial(_bisect, scores, least, jnp.where(limits, wanted, jnp.inf), weighted=weighted)
         # A choice of scores would copy them.

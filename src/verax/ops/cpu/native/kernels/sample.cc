@@ -1,4 +1,4 @@
-// scores = logits / temperature - maximum                        (one pass, after those for the maximum and a NaN)
+// scores = (logits - maximum) / temperature                      (one pass, after those for the maximum and a NaN)
 // for min-p, top-k, top-p as asked:
 //   31 passes that count, or add up weights, above a threshold   (its bits are found from the top, as in the XLA form)
 // weights = exp(scores), summed by chunks; the chunk, then the token, where the sum passes u times the total
@@ -168,10 +168,10 @@ void sample_row(const SampleRow& row, float* buffer, int32_t* token) {
     return;
   }
   Scores scores{buffer, buffer + sample_buffer_size(V) / 2, sample_buffer_size(V) / 2};
-  const F32 warmth = broadcast(row.temperature), top = broadcast(maximum / row.temperature);
+  const F32 warmth = broadcast(row.temperature), top = broadcast(maximum);
   const F32 log2_e = broadcast(LOG2_E);
   for (int64_t i = 0; i < scores.size; i += L) {
-    const F32 score = sub(div(load_padded(logits, i, V), warmth), top);
+    const F32 score = div(sub(load_padded(logits, i, V), top), warmth);
     store(scores.at + i, score);
     store(scores.weights + i, exp2(mul(score, log2_e)));
   }
