@@ -274,3 +274,12 @@ def test_logprobs_are_exact_and_of_equals_the_first_is_the_better(by, V, num_top
     assert ranks.tolist() == [*(1 + (exact > own).sum(-1))[:4], 0]
     assert not values[4].any()
     assert not ids[4].any()
+
+
+@pytest.mark.parametrize("by", ["reference", "passes", *NATIVE])
+def test_a_token_that_is_ruled_out_ranks_next_to_its_equals_after_the_others(by):
+    logits = jnp.asarray([[-jnp.inf, 1, 2, -jnp.inf, 0]])
+    implementation, level = at_level(by)
+    with level, ops.use_implementations(token_logprobs=implementation):
+        values, ids, rank = sampling.token_logprobs(logits, jnp.asarray([3]), jnp.asarray([True]), num_top=2)
+    assert (rank.tolist(), ids.tolist(), float(values[0, 0])) == ([4], [[3, 2, 1]], -np.inf)

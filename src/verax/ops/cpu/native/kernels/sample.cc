@@ -185,7 +185,9 @@ void logprobs_row(const LogprobsRow& row, float* values, int32_t* ids, int32_t* 
   const int64_t V = row.V;
   const float own = row.logits[row.chosen] + 0.0f;  // -0 becomes +0, and no difference of equals is -0
   const float maximum = largest(row.logits, V);
-  const F32 top = broadcast(maximum), mine = broadcast(own), log2_e = broadcast(LOG2_E);
+  // Not minus infinity, whose difference to another one is NaN.
+  const F32 mine = broadcast(own < -__FLT_MAX__ ? -__FLT_MAX__ : own);
+  const F32 top = broadcast(maximum), log2_e = broadcast(LOG2_E);
   double total = 0;
   int64_t better = 0, found = 0;
   for (int64_t block = 0; block < V; block += BLOCK) {
