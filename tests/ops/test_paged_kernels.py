@@ -158,14 +158,16 @@ def test_a_batch_of_padding_gives_zeros():
     np.testing.assert_array_equal(attend("tpu", "decode", *problem, pages=1), 0)
 
 
-def chosen(operation, H=128, p=16, dtype="bfloat16", width=8, N=16):
-    cache = jax.eval_shape(lambda: ops.new_pages((64, 8, p, H), dtype))
+def chosen(operation, H=128, p=16, dtype="bfloat16", width=8, N=16, P=64):
+    cache = jax.eval_shape(lambda: ops.new_pages((P, 8, p, H), dtype))
     call = (jax.ShapeDtypeStruct((4, N, H), "float32"), cache, cache)
     shapes = ((4, width), (4,), (5,)) if operation is ops.paged_attention else ((4, width), (4,))
     return operation.select(*call, *(jax.ShapeDtypeStruct(shape, "int32") for shape in shapes)).name
 
 
 BYTES = [{"dtype": "int8"}, {"dtype": "float8_e4m3fn"}]
+FOUR_GIB = 1 << 18
+"""Pages of bytes."""
 
 
 @pytest.mark.parametrize(
@@ -174,6 +176,11 @@ BYTES = [{"dtype": "int8"}, {"dtype": "float8_e4m3fn"}]
         ("triton", "gpu", "NVIDIA H100", [{}, {"H": 64}, {"dtype": "float32"}, *BYTES], [{"H": 80}]),
         ("triton", "gpu", "NVIDIA A100", [BYTES[0]], [BYTES[1]]),  # Triton has no float8 for it
         ("triton", "gpu", "NVIDIA L4", [BYTES[1]], []),
+        (
+            *("triton", "gpu", "NVIDIA H200"),
+            [{"P": FOUR_GIB}, *({"dtype": "int8", "P": P} for P in (FOUR_GIB // 2, FOUR_GIB + 1))],
+            [{"dtype": "int8", "P": FOUR_GIB}, {"dtype": "float8_e4m3fn", "P": FOUR_GIB // 2 + 1}],
+        ),
         ("triton", "gpu", "NVIDIA T4", [], [{}]),
         ("triton", "gpu", "AMD MI300X", [], [{}]),
         (

@@ -19,6 +19,7 @@ compiles with JAX 0.10 as well, multiplies 16 rows at a time, and its results ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -104,8 +105,15 @@ MOST_QUERIES = 64
 """Queries of a key/value head: a tile of a ragged batch holds at least the queries of one token."""
 
 
+MISCOUNTED = range((1 << 31) + 1, (1 << 32) + 1)
+"""Sizes of arrays of bytes whose places Pallas counts in 32 bits with a sign. It takes 64 from 4 GiB on, which is early
+enough for other dtypes."""
+
+
 def _takes_pages(k_cache: Any, v_cache: Any) -> bool:
-    """True for pages whose dtype and size of heads the kernels and the GPU have."""
+    """True for pages whose dtype, number and size of heads the kernels and the GPU have."""
+    if is_quantized(k_cache.dtype) and math.prod(k_cache.shape) in MISCOUNTED:
+        return False
     known = has_compute_capability(*ADA) if k_cache.dtype == jnp.float8_e4m3fn else has_compute_capability(AMPERE)
     return are_alike(k_cache, v_cache) and k_cache.dtype in DTYPES and k_cache.shape[3] in HEAD_SIZES and known
 
