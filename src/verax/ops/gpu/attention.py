@@ -235,7 +235,8 @@ def _ragged_kernel(
     own = (token < end) & (rows < TILE // G * G)
     last = jnp.where(own, length - end + token, -1)
     lowest = 0 if window is None else jnp.maximum(length - end + first - window + 1, 0)
-    keys = lowest, jnp.minimum(length - end + first + TILE // G, length)
+    # A tile after the last one has no queries, and reads no keys.
+    keys = lowest, jnp.where(first < end, jnp.minimum(length - end + first + TILE // G, length), 0)
     places = token[:, None], h, head[:, None], size
     queries = _load_queries(q.at[places], own[:, None], scale, caches)
     _, sums, acc = _attend(queries, caches, table, b, h, keys, last, window, **options)
