@@ -92,6 +92,16 @@ def test_the_chosen_implementation_takes_every_precision(precision):
     assert np.abs(jax.jit(ops.grouped_linear)(*args) - exact).max() < loose * np.abs(exact).max()
 
 
+def test_matrices_that_round_their_inputs():
+    (x, weights, groups), _ = case(GROUPS["all"])
+    weights = jax.vmap(lambda w: ops.quantize(w, 8, rounds_inputs=True))(weights)
+    each = [
+        [ops.linear(row[0], jax.tree.map(lambda a, g=g: a[g], weights)) for g in of]
+        for row, of in zip(x, groups, strict=True)
+    ]
+    np.testing.assert_allclose(jax.jit(ops.grouped_linear)(x, weights, groups), each, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("x", [(64,), (1, 64), (3, 64), (2, 1, 64), (2, 3, 64)])
 def test_leading_axes_are_broadcast(x):
     (_, weights, _), _ = case(GROUPS["all"])

@@ -181,7 +181,7 @@ def _place_stack(
         if precision is not None:
             matrix = _quantized(name, matrix, dtype, precision, HostMemory())
         if isinstance(matrix, QuantizedWeight):
-            matrix = replace(matrix, rounds_inputs=False)  # `ops.grouped_linear` does not
+            matrix = replace(matrix, rounds_inputs=False)  # the kernel of `ops.grouped_linear` does not
         arrays, kind = jax.tree.flatten(matrix)
         if structure is None:
             floats = isinstance(matrix, np.ndarray)

@@ -262,7 +262,7 @@ def _linear_native_integers(
 
 def _accepts_grouped(x: Any, weights: Any, groups: Any) -> bool:
     if isinstance(weights, QuantizedWeight):
-        return weights.zeros is None and weights.order is None
+        return weights.zeros is None and weights.order is None and not weights.rounds_inputs
     return weights.dtype in (jnp.float32, jnp.bfloat16)
 
 
