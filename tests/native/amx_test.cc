@@ -26,8 +26,8 @@ struct alignas(64) Operands {
   uint8_t sums[1024], a[1024], b[1024];
 };
 
-enum class Dot { bf16, ss, su, us, uu };
-constexpr Dot DOTS[] = {Dot::bf16, Dot::ss, Dot::su, Dot::us, Dot::uu};
+enum class Dot { bf16, ss, su };
+constexpr Dot DOTS[] = {Dot::bf16, Dot::ss, Dot::su};
 
 __attribute__((target("amx-tile,amx-bf16,amx-int8"))) void on_processor(const Shapes& shapes, Dot dot, const Operands& in,
                                                                         uint8_t* out) {
@@ -39,8 +39,6 @@ __attribute__((target("amx-tile,amx-bf16,amx-int8"))) void on_processor(const Sh
     case Dot::bf16: _tile_dpbf16ps(0, 1, 2); break;
     case Dot::ss: _tile_dpbssd(0, 1, 2); break;
     case Dot::su: _tile_dpbsud(0, 1, 2); break;
-    case Dot::us: _tile_dpbusd(0, 1, 2); break;
-    case Dot::uu: _tile_dpbuud(0, 1, 2); break;
   }
   _tile_stored(0, out, 64);
   _tile_zero(0);
@@ -57,8 +55,6 @@ void emulated(const Shapes& shapes, Dot dot, const Operands& in, uint8_t* out) {
     case Dot::bf16: verax::emulated_dpbf16ps(0, 1, 2); break;
     case Dot::ss: verax::emulated_dpbssd(0, 1, 2); break;
     case Dot::su: verax::emulated_dpbsud(0, 1, 2); break;
-    case Dot::us: verax::emulated_dpbusd(0, 1, 2); break;
-    case Dot::uu: verax::emulated_dpbuud(0, 1, 2); break;
   }
   verax::emulated_stored(0, out, 64);
   verax::emulated_zero(0);

@@ -62,8 +62,8 @@ inline void emulated_stored(int tile, void* base, int64_t stride) {
   for (int r = 0; r < from.rows; ++r) std::memcpy(static_cast<char*>(base) + r * stride, from.data[r], from.row_bytes);
 }
 
-// y[m, n] += sum over k and i of a[m, 4 k + i] * b[k, 4 n + i], modulo 2^32. A, B: types of the bytes.
-template <typename A, typename B>
+// y[m, n] += sum over k and i of a[m, 4 k + i] * b[k, 4 n + i], modulo 2^32. The bytes of `a` are signed, those of `b` of type B.
+template <typename B>
 void emulated_dot_bytes(int y, int a, int b) {
   EmulatedTile *tiles = emulated_tiles(), &to = tiles[y];
   for (int m = 0; m < to.rows; ++m) {
@@ -71,7 +71,7 @@ void emulated_dot_bytes(int y, int a, int b) {
       auto total = to.get<uint32_t>(m, n);
       for (int k = 0; k < tiles[a].row_bytes / 4; ++k) {
         for (int i = 0; i < 4; ++i) {
-          const int product = tiles[a].get<A>(m, 4 * k + i) * tiles[b].get<B>(k, 4 * n + i);
+          const int product = tiles[a].get<int8_t>(m, 4 * k + i) * tiles[b].get<B>(k, 4 * n + i);
           total += static_cast<uint32_t>(product);
         }
       }
@@ -79,10 +79,8 @@ void emulated_dot_bytes(int y, int a, int b) {
     }
   }
 }
-inline void emulated_dpbssd(int y, int a, int b) { emulated_dot_bytes<int8_t, int8_t>(y, a, b); }
-inline void emulated_dpbsud(int y, int a, int b) { emulated_dot_bytes<int8_t, uint8_t>(y, a, b); }
-inline void emulated_dpbusd(int y, int a, int b) { emulated_dot_bytes<uint8_t, int8_t>(y, a, b); }
-inline void emulated_dpbuud(int y, int a, int b) { emulated_dot_bytes<uint8_t, uint8_t>(y, a, b); }
+inline void emulated_dpbssd(int y, int a, int b) { emulated_dot_bytes<int8_t>(y, a, b); }
+inline void emulated_dpbsud(int y, int a, int b) { emulated_dot_bytes<uint8_t>(y, a, b); }
 
 // Denormals are zeros, of operands and of results.
 inline float emulated_flush(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }

@@ -25,7 +25,7 @@ struct GemmTask {
   const int32_t* row_sums;  // null, or [M] of int8_pairs: of the integers of x
   const float* bias;    // null, or [N]
   float* y;
-  void* packed;  // where tiles are multiplied, x as `gemm_pack` makes it: gemm_packed_bytes
+  void* packed;  // where tiles are multiplied, x as `gemm_pack` makes it: whole tiles of bfloat16
   BlockKind block;  // of blocks
   Activation activation;  // of panels: of x . W^T + bias
   uint16_t* rounded;  // of panels: null, or where y goes, rounded to bfloat16
@@ -50,9 +50,6 @@ constexpr int64_t GEMM_STRIP = 48;
 constexpr int64_t GEMM_TILE_ROWS = 16, GEMM_TILE_DEPTH = 1024;
 inline bool gemm_has_tiles(const GemmTask& t) {
   return t.kind != Weights::f32 && t.kind != Weights::int8_pairs && level() == Level::amx;
-}
-inline int64_t gemm_packed_bytes(const GemmTask& t) {
-  return (t.M + GEMM_TILE_ROWS - 1) / GEMM_TILE_ROWS * GEMM_TILE_ROWS * t.K * 2;
 }
 
 // Bytes of the memory that a block works in: cells of x and of a strip of W, each 4 bytes; or bfloat16 of 32 rows of W, and
