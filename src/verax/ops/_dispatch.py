@@ -230,8 +230,8 @@ class Operation(Generic[P, R]):
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Implementation[P, R]:
         """Implementation that a call with these arguments runs on the current target.
 
-        That is the one that `use_implementations` names, if it takes the call, and otherwise the preferred one of those
-        that are not experimental.
+        That is the one that `use_implementations` names, and otherwise the preferred one of those that take the call
+        and are not experimental. An experimental one has to take the call as well.
 
         Raises:
             InvalidParameterError: if there is none among those that the operation is restricted to.

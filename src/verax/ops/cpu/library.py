@@ -166,7 +166,7 @@ REQUIREMENTS: _Requirements = {"platforms": ("cpu",), "single_device": True, "av
 
 @functools.cache
 def _load() -> _Loaded:
-    """Load and register, once. `VERAX_CPU_LIBRARY` names another file (`make test-native` does), or `off`."""
+    """Load and register, once. `VERAX_CPU_LIBRARY` names another file, or `off`."""
     from verax.ops.cpu.build import (
         library_name,  # here, so that `python -m verax.ops.cpu.build` is the first to import it
     )
