@@ -45,7 +45,7 @@ static inline int64_t conv_zero_frames(const ConvTask& t, int64_t frame) {
 
 // Frame `at`, counted from the first zero frame; null for a frame of zeros.
 template <class Element>
-const Element* conv_frame(const ConvTask& t, int64_t b, int64_t at) {
+static inline const Element* conv_frame(const ConvTask& t, int64_t b, int64_t at) {
   const int64_t image = t.H * t.W * t.C;
   at -= t.T_zeros;
   if (at < 0) return nullptr;
