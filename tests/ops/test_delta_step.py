@@ -185,7 +185,7 @@ def chosen(B=2, T=1, H=2, HV=4, K=128, V=128, dtype="float32", state="float32", 
 @pytest.mark.parametrize(
     ("kernel", "platform", "kind", "taken", "refused"),
     [
-        ("triton", "gpu", "NVIDIA H100 80GB HBM3", [{"K": 60, "V": 33}], [{"K": 320}, {"slots": 1 << 15}]),
+        ("triton", "gpu", "NVIDIA H100 80GB HBM3", [{"K": 60, "V": 33}, {"slots": 1 << 15}], [{"K": 320}]),
         ("pallas", "tpu", "TPU v5 lite", [{"K": 256, "HV": 16}], [{"K": 64}, {"V": 96}, {"HV": 50}]),
     ],
 )
