@@ -63,6 +63,10 @@ class DerivedFile:
         """Name of the dtype."""
         return str(self.tensors[name].dtype)
 
+    def places(self, name: str) -> list[tuple[Path, int, int]]:
+        """File of the first array, and the bytes of all of them after its first byte."""
+        return [(self.path, self.tensors[name].start, self.tensors[name].end)]
+
     def read(self, name: str) -> np.ndarray:
         """Compute the weight."""
         return self._read()
@@ -171,8 +175,8 @@ class Checkpoint:
         return path, start
 
     def places(self, name: str) -> list[tuple[Path, int, int]]:
-        """File, first byte and end of each array that makes up a weight."""
-        return [(self._file(key).path, self.info(key).start, self.info(key).end) for key in self._keys(name)]
+        """File, first byte and end of each array, or piece of one, that makes up a weight."""
+        return [place for key in self._keys(name) for place in self._file(key).places(key)]
 
     def size(self, name: str) -> int:
         """Bytes of a weight in its file."""

@@ -16,7 +16,7 @@ from tests.support import gguf as files
 from tests.support.published import llama_cpp_source
 from tests.support.tiny import HYBRID, tiny_checkpoint
 from verax import checkpoint, ops
-from verax.checkpoint import Checkpoint
+from verax.checkpoint import Checkpoint, fingerprint
 from verax.checkpoint.formats.gguf_config import (
     LOCAL_SIZES,
     NEUTRAL,
@@ -471,6 +471,7 @@ def test_a_split_file_is_opened_by_its_first_part(folder, tmp_path, split):
     assert (opened.config, sorted(opened.names())) == (whole.config, sorted(whole.names()))
     for name in whole.names():
         jax.tree.map(np.testing.assert_array_equal, opened.read(name), whole.read(name))
+    assert fingerprint(opened) == fingerprint(whole)
     assert Checkpoint.open(parts_of).folder == parts[0]
     with pytest.raises(CheckpointError, match=rf"one of {len(parts)} parts; name the first one, {parts[0].name}"):
         Checkpoint.open(parts[1])

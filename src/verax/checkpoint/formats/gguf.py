@@ -224,10 +224,17 @@ class SplitGGUF(GGUFFile):
         part, tensor = self._places[name]
         return part.view(tensor.start, tensor.end).reshape(tensor.shape[0], -1)
 
+    def _pieces(self, name: str) -> list[tuple[GGUFFile, GGUFTensor]]:
+        return [self._places[name]]
+
+    def places(self, name: str) -> list[tuple[Path, int, int]]:
+        """File, first byte and end of each piece of a tensor."""
+        return [(part.path, tensor.start, tensor.end) for part, tensor in self._pieces(name)]
+
     def release(self, name: str) -> None:
         """Drop a tensor's pages from memory."""
-        part, tensor = self._places[name]
-        part.release_pages(tensor.start, tensor.end)
+        for part, tensor in self._pieces(name):
+            part.release_pages(tensor.start, tensor.end)
 
 
 class GGUFWeights(SplitGGUF):
@@ -356,12 +363,8 @@ class GGUFWeights(SplitGGUF):
             return floats.reshape(shape[0], 1, -1)
         return grouped_by_key(floats, self.config, 1) if is_output else floats
 
-    def release(self, name: str) -> None:
-        """Drop a tensor's pages from memory."""
-        super().release(name)
-        if name in self._halves:
-            part, tensor = self._halves[name]
-            part.release_pages(tensor.start, tensor.end)
+    def _pieces(self, name: str) -> list[tuple[GGUFFile, GGUFTensor]]:
+        return [self._places[name], *([self._halves[name]] if name in self._halves else [])]
 
     def generation_config(self) -> JsonObject:
         """The sampling that the file recommends, by generation_config.json's names, and tokens never to be drawn."""

@@ -88,6 +88,10 @@ class MappedFile:
         """Name of a tensor's dtype."""
         return str(self.tensors[name].dtype)
 
+    def places(self, name: str) -> list[tuple[Path, int, int]]:
+        """File, first byte and end of each piece of a tensor."""
+        return [(self.path, self.tensors[name].start, self.tensors[name].end)]
+
     def release(self, name: str) -> None:
         """Drop a tensor's pages from memory. No view loses anything: a page that is touched again is mapped again."""
         self.release_pages(self.tensors[name].start, self.tensors[name].end)
