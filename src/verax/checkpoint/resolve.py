@@ -31,6 +31,8 @@ _MODULE_FILES = ("*.json", "*.safetensors", "pytorch_model.bin", *TOKENIZER_FILE
 _WANTED = (
     "config.json",
     "generation_config.json",
+    "quantize_config.json",
+    "hf_quant_config.json",
     "*.safetensors",
     "*.safetensors.index.json",
     *TOKENIZER_FILES,
