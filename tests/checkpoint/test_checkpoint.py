@@ -10,6 +10,7 @@ from tests.checkpoint.small import assert_same, weights, write
 from tests.support.packing import gptq
 from tests.support.tiny import tiny_checkpoint
 from verax.checkpoint import Checkpoint, fingerprint
+from verax.checkpoint.checkpoint import config_of_floats
 from verax.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -54,6 +55,12 @@ def test_configurations_are_read(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
     assert Checkpoint.open(str(tmp_path)).generation_config == {"temperature": 0.6}
     assert Checkpoint.open(tmp_path).folder == tmp_path
+
+
+def test_a_model_as_floats_has_no_scheme_at_any_level():
+    scheme = {"quant_method": "gptq"}
+    nested = {"a": 1, "compression_config": scheme, "text_config": {"b": 2, "quantization_config": scheme}}
+    assert config_of_floats(nested) == {"a": 1, "text_config": {"b": 2}}
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX])

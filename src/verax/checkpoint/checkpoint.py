@@ -34,10 +34,21 @@ _IGNORED = re.compile(r"\.(input|activation|output|[qkv]|kv)_(scale|zero_point)$
 """Scales of activations and of a cache, which a checkpoint does not quantise here."""
 
 
+_SCHEMES = ("quantization_config", "compression_config")
+"""Keys of config.json, or of its `text_config`, for how weights are quantised."""
+
+
+def config_of_floats(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the same model whose weights are floats."""
+    text = config.get("text_config")
+    kept = {**config, "text_config": config_of_floats(text)} if isinstance(text, dict) else config
+    return {key: value for key, value in kept.items() if key not in _SCHEMES}
+
+
 def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """How weights are quantised, by config.json or a file of AutoGPTQ's or ModelOpt's; None if they are not."""
     for one in (config, read_value(config, "text_config", dict, {})):
-        for key in ("quantization_config", "compression_config"):
+        for key in _SCHEMES:
             if (scheme := read_value(one, key, dict, None)) is not None:
                 return scheme
     if (folder / "quantize_config.json").is_file():

@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 from jax.typing import DTypeLike
 
-from verax.checkpoint.checkpoint import Checkpoint, DerivedFile, fingerprint
+from verax.checkpoint.checkpoint import Checkpoint, DerivedFile, config_of_floats, fingerprint
 from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.safetensors import NewTensor, SafetensorsFile, write_shards
 from verax.checkpoint.save import save
@@ -251,7 +251,7 @@ def merge(
             progress(number, len(names))
 
     weights = {name: _merged(opened, name, adapter, changed.get(name), done) for name in names}
-    config = {name: value for name, value in opened.config.items() if name != "quantization_config"}
+    config = config_of_floats(opened.config)
     if dtype is not None or opened.packed:
         config = {**config, "torch_dtype": jnp.dtype(dtype or QUANTIZED_DTYPE).name}
         config.pop("dtype", None)  # what newer versions of transformers call it
