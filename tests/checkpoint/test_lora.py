@@ -91,6 +91,10 @@ def test_what_is_not_plain_lora_or_makes_no_sense_is_refused_by_name(make, setti
     ("change", "says"),
     [
         (lambda w: w.pop(f"base_model.model.{Q}.lora_B.weight"), "lora_A.weight lacks its other matrix"),
+        (
+            lambda w: w.update({f"base_model.model.{Q}.lora_B.b.weight": w[f"base_model.model.{Q}.lora_B.weight"]}),
+            rf"{Q}\.lora_B\..*{Q}\.lora_B\..* are of two adapters",
+        ),
         (lambda w: w.clear(), "has no matrices"),
         (lambda w: w.update({"base_model.model.lm_head.weight": np.zeros((2, 2), np.float32)}), r"lm_head\.weight"),
         (lambda w: w.update({f"base_model.model.{Q}.lora_magnitude_vector": np.zeros(6, np.float32)}), "magnitude"),

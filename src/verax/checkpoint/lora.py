@@ -176,8 +176,10 @@ def _pairs(file: SafetensorsFile | PthFile, settings: Mapping[str, Any]) -> dict
         match = _KEY.fullmatch(key)
         if match is None or not key.startswith(PREFIX):
             unknown.append(key)
-        else:
-            matrices.setdefault(match["module"].removeprefix(PREFIX), {})[match["role"]] = key
+            continue
+        keys = matrices.setdefault(match["module"].removeprefix(PREFIX), {})
+        if (other := keys.setdefault(match["role"], key)) != key:
+            raise CheckpointError(f"{file.path}: {other} and {key} are of two adapters; save each in its own folder")
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise CheckpointError(
