@@ -250,8 +250,8 @@ def _fitting_dtype(keys: Iterable[str], leaf: Any, checkpoint: Checkpoint, dtype
     """Dtype to load a weight as. All of its keys have it."""
     floats = jnp.issubdtype(leaf.dtype, jnp.floating)
     for name in keys:
-        if name in checkpoint.packed:
-            return jnp.dtype(leaf.dtype)
+        if name in checkpoint.packed:  # floats once they are dequantised
+            continue
         info, file = checkpoint.info(name), checkpoint.place(name)[0]
         if not floats and info.dtype != leaf.dtype:
             raise CheckpointError(f"{file}: {name} has dtype {info.dtype}, config.json's model needs {leaf.dtype}")

@@ -66,6 +66,9 @@ def test_saving_and_loading_gives_the_same_integers_and_scales(tmp_path, bits, g
     assert sorted(opened.names()) == ["up.bias", "up.weight"]
     loaded = load_module(abstract(size_in), opened, dtype=jnp.bfloat16)
     same(model.up.weight.get_value(), loaded.up.weight.get_value())
+    floats = load_module(abstract(size_in), opened, dtype=jnp.float32, dequantize=lambda name: name == "up.weight")
+    assert floats.up.weight[...].dtype == jnp.float32
+    np.testing.assert_array_equal(floats.up.weight[...], model.up.weight.get_value().dequantize())
     assert opened.config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == bits
 
 
