@@ -320,7 +320,9 @@ def test_zero_points_of_zero_survive_the_first_versions_minus_one(tmp_path):
     np.testing.assert_array_equal(zeros.T + 8, [[0] * 8, [0, 7, 0, 0, 1, 0, 15, 0]])
 
 
-@pytest.mark.parametrize(("F", "D", "group"), [(40, 384, 128), (8, 96, 32), (24, 128, 64), (16, 320, 320), (7, 96, 0)])
+@pytest.mark.parametrize(
+    ("F", "D", "group"), [(40, 384, 128), (8, 96, 32), (24, 128, 64), (16, 320, 320), (8, 64, 64), (7, 96, 0)]
+)
 def test_an_awq_and_an_mxfp4_weight_is_the_files_to_the_bit(tmp_path, F, D, group):
     rng = np.random.default_rng(0)
     arrays, expected = awq(rng, F, D, group=group) if group else mxfp4(rng, F, D)

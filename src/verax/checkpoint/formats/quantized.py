@@ -301,7 +301,7 @@ def _find(
 def _divides(groups: int, size_in: int, sizes: Iterable[int]) -> bool:
     """True if that many groups are of one size each, as far as a configuration's group sizes say."""
     shorter = (size > 0 and size_in % size and groups == -(-size_in // size) for size in sizes)  # the last group
-    return size_in % groups == 0 and not any(shorter)
+    return size_in % groups == 0 and (groups == 1 or not any(shorter))
 
 
 def _describe_words(
