@@ -353,10 +353,17 @@ PACKED = {
     "weight_scale": np.ones((1, 2), np.float32),
     "weight_shape": np.asarray([1, 64]),
 }
+
+
+def mxfp8(F, D):
+    return {"weight": np.ones((F, D), ml_dtypes.float8_e4m3fn), "weight_scale": np.full((F, D // 32), 127, np.uint8)}
+
+
 ARRAYS = {
     "packed": (COMPRESSED, lambda rng, **case: (PACKED,)),
     "fp8": (FINE, lambda rng, **case: float8(rng, 40, 384, **case)),
     "mxfp4": (MXFP4, lambda rng, **case: mxfp4(rng, 7, 96, **case)),
+    "mxfp8": (COMPRESSED, lambda rng, **case: (mxfp8(7, 96),)),
     "gptq": (GPTQ, lambda rng, **case: gptq(rng, 40, 384, **case)),
     "awq": (AWQ, lambda rng, **case: awq(rng, 40, 384, **case)),
 }
@@ -442,7 +449,8 @@ def test_groups_of_an_odd_size_are_refused(tmp_path):
     ("layout", "name", "place", "value", "says"),
     [
         ("fp8", "weight", (3, 5), np.nan, "up.weight: it has values that are not numbers"),
-        ("mxfp4", "weight_scale", (2, 1), 255, "up.weight_packed: its weight_scale has values that are not numbers"),
+        ("mxfp4", "weight_scale", (2, 1), 255, "up.weight_packed: its scales have values that are not numbers"),
+        ("mxfp8", "weight_scale", (2, 1), 255, "up.weight: its scales have values that are not numbers"),
         ("gptq", "g_idx", 5, 11, "up.qweight: g_idx does not give each of 12 groups"),
     ],
 )

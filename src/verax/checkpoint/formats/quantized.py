@@ -355,8 +355,14 @@ def _from_float8(
     return QuantizedWeight(jnp.array(weight), jnp.array(scales), F, D, group, 8)
 
 
+_NAN_EXPONENT = 255
+"""Exponent that stands for NaN."""
+
+
 def _powers_of_two(exponents: np.ndarray) -> np.ndarray:
     """Numbers of type E8M0 in float32: uint8 exponents with an offset of 127."""
+    if (exponents == _NAN_EXPONENT).any():
+        raise ValueError("its scales have values that are not numbers")
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
 
 
@@ -457,13 +463,8 @@ _MXFP4_GROUP = 32
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 """Twice the number that each code stands for."""
 
-_NAN_EXPONENT = 255
-"""Exponent that stands for NaN."""
-
 
 def _from_mxfp4(*, weight_packed: np.ndarray, weight_scale: np.ndarray) -> QuantizedWeight:
-    if (weight_scale == _NAN_EXPONENT).any():
-        raise ValueError("its weight_scale has values that are not numbers")
     return _lay_out(_DOUBLED[_nibbles(weight_packed)], _powers_of_two(weight_scale) / 2, 8, _MXFP4_GROUP)
 
 
@@ -496,8 +497,6 @@ def from_ggml(kind: str, rows: np.ndarray) -> QuantizedWeight:
 
 def _from_mxfp4_stack(*, blocks: np.ndarray, scales: np.ndarray) -> QuantizedWeight:
     """Matrices in a stack `[E, F, D]`; one at a time, since parts of the codes take several times their bytes."""
-    if (scales == _NAN_EXPONENT).any():
-        raise ValueError("its scales have values that are not numbers")
     E, F, groups, half = blocks.shape
     values = np.empty((E, F, groups * half * 2), np.int8)
     for i, matrix in enumerate(blocks.reshape(E, F, -1)):
