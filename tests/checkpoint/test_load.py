@@ -20,7 +20,7 @@ from tests.support.packing import awq, float8, gptq
 from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config, tiny_tokenizer
 from verax import checkpoint
 from verax.checkpoint import Checkpoint, load, load_module
-from verax.checkpoint.formats import quantized as layouts
+from verax.checkpoint.formats import compressed_tensors
 from verax.checkpoint.load import DRAWN, HostMemory, random_weight
 from verax.errors import CheckpointError
 from verax.loading import load_causal_lm
@@ -315,10 +315,10 @@ def test_packed_matrices_whose_rows_fill_no_whole_block_are_put_together(tmp_pat
     for name in opened.names():
         if re.search(r"experts\.\d+\.(gate|up)_proj", name):
             packed[name] = quantize(jnp.asarray(opened.read(name)), 4, 32)
-            arrays |= layouts.entries(name, packed[name])
+            arrays |= compressed_tensors.entries(name, packed[name])
         else:
             arrays[name] = np.asarray(opened.read(name))
-    scheme = layouts.quantization_config(packed.values())
+    scheme = compressed_tensors.quantization_config(packed.values())
     checkpoint.save(arrays, tmp_path / "b", config={**config, "quantization_config": scheme})
     stack = arrays_of(load_causal_lm(Checkpoint.open(tmp_path / "b"), dtype="float32"))[STACK]
     assert stack.shape == (4, 48, 64)

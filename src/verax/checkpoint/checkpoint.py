@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from verax.checkpoint.formats.quantized import QuantizedEntry, find_quantized
+from verax.checkpoint.formats import compressed_tensors, quantized
+from verax.checkpoint.formats.quantized import QuantizedEntry
 from verax.checkpoint.formats.safetensors import MappedFile, SafetensorsFile, TensorInfo
 from verax.checkpoint.resolve import resolve
 from verax.errors import CheckpointError
@@ -56,6 +57,33 @@ def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
     if (path := folder / "hf_quant_config.json").is_file():
         return {"quant_method": "modelopt", **read_value(read_json(path), "quantization", dict)}
     return None
+
+
+_METHODS: dict[str, Callable[..., dict[str, QuantizedEntry]]] = {
+    compressed_tensors.METHOD: compressed_tensors.find_compressed,
+    "gptq": quantized.find_gptq,
+    "awq": quantized.find_awq,
+    "auto-round": quantized.find_auto_round,
+    "fp8": quantized.find_float8,
+    "fbgemm_fp8": quantized.find_float8,
+    "modelopt": quantized.find_modelopt,
+    "mxfp4": quantized.find_mxfp4,
+}
+"""Functions that find the quantised weights among a checkpoint's tensors, by `quant_method` of its scheme."""
+
+
+def _find_quantized(
+    tensors: Mapping[str, TensorInfo], scheme: Mapping[str, Any], read: Callable[[str], np.ndarray], folder: Path
+) -> dict[str, QuantizedEntry]:
+    """The quantised weights among a checkpoint's tensors, by their plain key."""
+    method = scheme.get("quant_method")
+    find = _METHODS.get(method) if isinstance(method, str) else None
+    if find is None:
+        raise CheckpointError(
+            f"{folder}: it is quantised by {method!r}, which is not supported: {', '.join(_METHODS)} are, and so are "
+            "unquantised checkpoints with quantization='int8', 'w8a8' or 'int4'"
+        )
+    return find(tensors, scheme, read, folder)
 
 
 class DerivedFile:
@@ -116,7 +144,7 @@ class Checkpoint:
         scheme = _quantization(folder, config)
         if scheme is not None:
             tensors = {name: file.tensors[name] for name, file in files.items()}
-            self.packed = find_quantized(tensors, scheme, self.read_raw, folder)
+            self.packed = _find_quantized(tensors, scheme, self.read_raw, folder)
             self._parts = {key for entry in self.packed.values() for key in entry.keys}
             self._parts |= {key for key in files if _IGNORED.search(key)}
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from verax.checkpoint.checkpoint import INDEX
-from verax.checkpoint.formats.quantized import entries, quantization_config
+from verax.checkpoint.formats.compressed_tensors import entries, quantization_config
 from verax.checkpoint.formats.safetensors import DTYPES, SHARD_BYTES, NewTensor, write_shards
 from verax.checkpoint.load import is_transposed, split_quantized, stacked_keys
 from verax.checkpoint.resolve import TOKENIZER_FILES

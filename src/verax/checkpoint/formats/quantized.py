@@ -1,4 +1,4 @@
-"""Quantised weights of folders: GPTQ, AWQ, compressed-tensors (integers, FP8, MXFP4), and FP8 of DeepSeek and FBGEMM.
+"""Quantised weights of folders: GPTQ, AWQ, AutoRound, FP8 and MXFP4. `compressed_tensors` has that library's layouts.
 
 A weight `X.weight` of shape `[F, D]` with a scale for a row or for a group of inputs is stored as
 
@@ -11,14 +11,6 @@ A weight `X.weight` of shape `[F, D]` with a scale for a row or for a group of i
   `[D, F / 8]`, bits 4i to 4i + 3 of word c hold output `8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]`; `X.qzeros` int32
   `[groups, F / 8]` in the same order; `X.scales` `[groups, F]`. The formula is GPTQ's;
 - **AutoRound** (Cheng et al., 2023, arXiv:2309.05516), as GPTQ of either version, or as AWQ (`packing_format`);
-- **pack-quantized** of compressed-tensors: `X.weight_packed` int32 `[F, D * bits / 32]`, input i of a row at bits
-  `bits * i` and up of the row, stored with an offset of half the range; `X.weight_scale` `[F, groups]`;
-  `X.weight_shape` = (F, D). Asymmetric ones have `X.weight_zero_point` int32 `[F * bits / 32, groups]`, packed in the
-  same way along F. With activation order, `X.weight_g_idx` `[D]` has the group of each input;
-- **int-quantized**: `X.weight` int8 `[F, D]`, `X.weight_scale` and perhaps `X.weight_zero_point` `[F, 1]`; or one scale
-  for the whole weight. Where the configuration wants inputs in 8-bit integers, with a scale for each token that is
-  found at run time (W8A8), the weight rounds them. By scales of another kind they are not rounded: products are more
-  precise then;
 - **FP8**, also float-quantized and mxfp8-quantized: `X.weight` float8_e4m3fn, to be multiplied by `X.weight_scale_inv`
   or `X.weight_scale`: `[F / rows, D / columns]`, both rounded up, for blocks of `weight_block_size` (128 x 128);
   `[F, 1]` for rows; of one element for the whole weight; or uint8 `[F, D / 32]`, powers of two with an offset of 127
@@ -33,9 +25,8 @@ A weight `X.weight` of shape `[F, D]` with a scale for a row or for a group of i
 
 Sources: AutoGPTQ, `nn_modules/qlinear/qlinear_cuda_old.py`; ModelCloud/GPTQModel, `utils/model.py`,
 `convert_gptq_v1_to_v2_format_module`; casper-hansen/AutoAWQ, `awq/modules/linear/gemm.py` and
-`awq/utils/packing_utils.py`; intel/auto-round, `inference/backend.py`; vllm-project/compressed-tensors,
-`compressors/pack_quantized` and `compressors/naive_quantized`; DeepSeek-V3 (arXiv:2412.19437), `inference/kernel.py`;
-transformers, `integrations/finegrained_fp8.py`.
+`awq/utils/packing_utils.py`; intel/auto-round, `inference/backend.py`; DeepSeek-V3 (arXiv:2412.19437),
+`inference/kernel.py`; transformers, `integrations/finegrained_fp8.py`.
 """
 
 from __future__ import annotations
@@ -59,7 +50,7 @@ from verax.fields import Size, read_value
 from verax.ops.block_quantized import BLOCKS, BlockQuantizedWeight, parse_blocks
 from verax.ops.quantized import BITS, GROUP_SIZES, Precision, QuantizedWeight
 
-_GROUPS = f"a scale for {', '.join(map(str, GROUP_SIZES))} inputs or a multiple of them, or one for a row"
+GROUPS = f"a scale for {', '.join(map(str, GROUP_SIZES))} inputs or a multiple of them, or one for a row"
 """Words for the groups that a weight may have."""
 
 _PART_OF_STACK = re.compile(r"^(?:gate_up_proj|down_proj)_(blocks|scales)$")
@@ -93,7 +84,7 @@ class QuantizedEntry(NamedTuple):
             raise CheckpointError(f"{self.where}: {self.keys[0]}: {error}") from error
 
 
-def _sharing(groups: int, size_in: int) -> str:
+def sharing(groups: int, size_in: int) -> str:
     """Name of what shares a scale: a row, or the number of inputs of a group."""
     return "rows" if groups == 1 else str(size_in // groups)
 
@@ -103,7 +94,7 @@ def _nibbles(stored: np.ndarray) -> np.ndarray:
     return np.stack([stored & 15, stored >> 4], axis=-1).reshape(len(stored), -1)
 
 
-def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
+def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     """Integers in words of 32 bits `[R, n]`, each stored plus half of their range: int8 `[R, 32 n / bits]`.
 
     `words`: integers side by side in the last axis, the first in the lowest bits. `bits`: 4 or 8.
@@ -113,13 +104,13 @@ def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
     return (codes - np.uint8(1 << (bits - 1))).view(np.int8)
 
 
-def _fits(size: int, size_in: int, bits: int) -> bool:
+def fits(size: int, size_in: int, bits: int) -> bool:
     """True if a `QuantizedWeight` can hold scales of `size` inputs each, of `size_in`."""
     return bool(_groups(size, size_in)) or (bits == 8 and size >= size_in)
 
 
-def _fitting_group(size: int, size_in: int, bits: int) -> int | None:
-    """Group size for scales of `size` inputs each, where `_fits`: None for a whole row.
+def fitting_group(size: int, size_in: int, bits: int) -> int | None:
+    """Group size for scales of `size` inputs each, where `fits`: None for a whole row.
 
     Groups of another size become several of a smaller one, with the same scale.
     """
@@ -147,7 +138,7 @@ def _fitting_scales(scales: np.ndarray, group: int | None) -> np.ndarray:
     return halved if np.array_equal(halved, scales) else scales
 
 
-def _order_of(g_idx: np.ndarray | None, groups: int) -> np.ndarray | None:
+def order_of(g_idx: np.ndarray | None, groups: int) -> np.ndarray | None:
     """Inputs by group, from the group of each; None if they are in this order already."""
     # Zeros and minus ones: written without act-order, by a library that left the array as it was allocated.
     if g_idx is None or groups == 1 or not (g_idx.any() and (g_idx + 1).any()):
@@ -161,15 +152,13 @@ def _order_of(g_idx: np.ndarray | None, groups: int) -> np.ndarray | None:
     return order
 
 
-def _unfitting(
-    tensors: Mapping[str, TensorInfo], keys: Sequence[str], supported: str, where: object
-) -> CheckpointError:
+def unfitting(tensors: Mapping[str, TensorInfo], keys: Sequence[str], supported: str, where: object) -> CheckpointError:
     """The error of a weight whose arrays do not go together, or not in a way that is supported."""
     arrays = ", ".join(f"{key} of dtype {tensors[key].dtype} and shape {list(tensors[key].shape)}" for key in keys)
     return CheckpointError(f"{where}: {arrays}; supported are {supported}")
 
 
-def _lay_out(
+def lay_out(
     integers: np.ndarray,
     scales: np.ndarray,
     bits: int,
@@ -187,7 +176,7 @@ def _lay_out(
         order: input that each column multiplies; None if it is the column's own.
     """
     size_in = integers.shape[1]
-    group = _fitting_group(size, size_in, bits)
+    group = fitting_group(size, size_in, bits)
     parts = [_fitting_scales(_spread(scales, size, size_in, group), group)]
     if zeros is not None and zeros.any():
         parts.append(_spread(zeros, size, size_in, group))
@@ -226,19 +215,19 @@ def _from_words(
         words = np.ascontiguousarray(qzeros).view(np.uint32)
         if layout == "gptq":
             words = words + _ONES[bits]  # with a carry between codes: the inverse of how they were taken off
-        integers, zeros = _unpack(qweight.T, bits), _unpack(words, bits).T
-    order = _order_of(g_idx, len(scales))
+        integers, zeros = unpack(qweight.T, bits), unpack(words, bits).T
+    order = order_of(g_idx, len(scales))
     integers = integers if order is None else integers[:, order]
-    return _lay_out(integers, scales.T, bits, integers.shape[1] // len(scales), zeros=zeros, order=order)
+    return lay_out(integers, scales.T, bits, integers.shape[1] // len(scales), zeros=zeros, order=order)
 
 
 def _in_order(words: np.ndarray) -> np.ndarray:
     """Integers `[F, n]` of AWQ's words `[n, F / 8]`."""
-    packed = _unpack(words, _AWQ_BITS)
+    packed = unpack(words, _AWQ_BITS)
     return packed.reshape(len(packed), -1, len(_PLACES))[..., _PLACES].reshape(packed.shape).T
 
 
-def _find_gptq(
+def find_gptq(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: object, where: object
 ) -> dict[str, QuantizedEntry]:
     """GPTQ weights among a checkpoint's tensors, by their plain key."""
@@ -252,7 +241,7 @@ def _find_gptq(
     return _find(tensors, layout, where, config)
 
 
-def _find_awq(
+def find_awq(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: object, where: object
 ) -> dict[str, QuantizedEntry]:
     """AWQ weights among a checkpoint's tensors, by their plain key."""
@@ -274,7 +263,7 @@ _AUTO_ROUND = {
 """Layouts by AutoRound's `packing_format`."""
 
 
-def _find_auto_round(
+def find_auto_round(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: object, where: object
 ) -> dict[str, QuantizedEntry]:
     """Weights of Intel's AutoRound among a checkpoint's tensors, by their plain key."""
@@ -298,7 +287,7 @@ def _find(
     return {f"{stem}.weight": _describe_words(tensors, stem, layout, where, sizes) for stem in stems}
 
 
-def _divides(groups: int, size_in: int, sizes: Iterable[int]) -> bool:
+def divides(groups: int, size_in: int, sizes: Iterable[int]) -> bool:
     """True if that many groups are of one size each, as far as a configuration's group sizes say."""
     shorter = (size > 0 and size_in % size and groups == -(-size_in // size) for size in sizes)  # the last group
     return size_in % groups == 0 and (groups == 1 or not any(shorter))
@@ -313,7 +302,7 @@ def _describe_words(
         raise CheckpointError(f"{where}: {qweight} has no {' and no '.join(missing)} with it")
     words = all(tensors[key].dtype == np.int32 for key in (qweight, qzeros))
     if not words or tensors[scales].dtype.kind in "iub" or any(len(tensors[key].shape) != 2 for key in keys):
-        raise _unfitting(tensors, keys, "matrices, the first two of int32 and the last of floats", where)
+        raise unfitting(tensors, keys, "matrices, the first two of int32 and the last of floats", where)
     shape, zeros, (groups, F) = (tensors[key].shape for key in keys)
     if layout != _AWQ and f"{stem}.g_idx" in tensors:
         keys = (*keys, f"{stem}.g_idx")
@@ -323,13 +312,13 @@ def _describe_words(
         D = shape[0] if layout == _AWQ else shape[0] * per_word
         packed = F // per_word if F % per_word == 0 else 0
         whole = shape[1] == (packed if layout == _AWQ else F) and zeros == (groups, packed)
-        whole = whole and packed > 0 and groups > 0 and _divides(groups, D, sizes)
-        if whole and all(tensors[key].shape == (D,) for key in keys[3:]) and _fits(D // groups, D, bits):
-            kind = f"{'AWQ' if layout == _AWQ else 'GPTQ'} int{bits} by {_sharing(groups, D)}"
-            precision = Precision(bits, _fitting_group(D // groups, D, bits))
+        whole = whole and packed > 0 and groups > 0 and divides(groups, D, sizes)
+        if whole and all(tensors[key].shape == (D,) for key in keys[3:]) and fits(D // groups, D, bits):
+            kind = f"{'AWQ' if layout == _AWQ else 'GPTQ'} int{bits} by {sharing(groups, D)}"
+            precision = Precision(bits, fitting_group(D // groups, D, bits))
             convert = partial(_from_words, bits, layout)
             return QuantizedEntry(where, keys, (F, D), kind, convert, precision=precision)
-    raise _unfitting(tensors, keys, f"{' or '.join(map(str, precisions))} bits with {_GROUPS}", where)
+    raise unfitting(tensors, keys, f"{' or '.join(map(str, precisions))} bits with {GROUPS}", where)
 
 
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -349,7 +338,7 @@ def _from_float8(
     if scales.dtype == np.uint8:
         scales = _powers_of_two(scales)
     scales = np.asarray(scales, np.float32).reshape(-(-F // rows), -(-D // columns))
-    group = _fitting_group(columns, D, 8)
+    group = fitting_group(columns, D, 8)
     scales = _spread(scales[np.arange(F) // rows], columns, D, group)
     scales = _fitting_scales(scales, group) if halve else np.asarray(scales, np.float32)
     return QuantizedWeight(jnp.array(weight), jnp.array(scales), F, D, group, 8)
@@ -366,7 +355,7 @@ def _powers_of_two(exponents: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
 
 
-def _describe_float8(
+def describe_float8(
     tensors: Mapping[str, TensorInfo],
     keys: tuple[str, ...],
     block: tuple[int, int] | None,
@@ -385,19 +374,19 @@ def _describe_float8(
         options = [(F, D)] if grid == (1, 1) else [(1, D // grid[1])] if grid[0] == F and grid[1] else []
         for rows, columns in ([] if block is None else [block]) + options:
             whole = grid == (-(-F // rows), -(-D // columns)) if rows and columns else False
-            if whole and _fits(columns, D, 8):
+            if whole and fits(columns, D, 8):
                 columns = min(columns, D)
                 shared = "rows" if rows == 1 else "tensors"
                 if columns < D:
                     shared = f"{f'{rows}x' if rows > 1 else ''}{columns}"
                 convert = partial(_from_float8, (F, D), (rows, columns), halve)
-                group = _fitting_group(columns, D, 8)
+                group = fitting_group(columns, D, 8)
                 held = None if halve and group is not None else _shapes((F, D), group, _FLOAT8)
                 return QuantizedEntry(where, keys, (F, D), f"{_FLOAT8} by {shared}", convert, held, Precision(8, group))
-    raise _unfitting(tensors, keys, f"8-bit floats (float8_e4m3fn) with {_GROUPS}, shared by rows or not", where)
+    raise unfitting(tensors, keys, f"8-bit floats (float8_e4m3fn) with {GROUPS}, shared by rows or not", where)
 
 
-def _find_float8(
+def find_float8(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: object, where: object
 ) -> dict[str, QuantizedEntry]:
     """The quantised weights among a checkpoint's tensors, by their plain key."""
@@ -410,7 +399,7 @@ def _find_float8(
             present = [name for name in scales if name in tensors]
             if not present:
                 raise CheckpointError(f"{where}: {key} has no {' or '.join(scales)} with it")
-            weights[key] = _describe_float8(tensors, (key, present[0]), block, where)
+            weights[key] = describe_float8(tensors, (key, present[0]), block, where)
     return weights
 
 
@@ -443,20 +432,20 @@ def describe_scaled(
     F, D = tensors[keys[0]].shape
     if tensors[keys[0]].dtype == np.int8:
         if math.prod(tensors[keys[1]].shape) not in (1, F):
-            raise _unfitting(tensors, keys, "8-bit integers with a scale for a row or for all", where)
+            raise unfitting(tensors, keys, "8-bit integers with a scale for a row or for all", where)
         held = replace(_shapes((F, D), None, jnp.int8), rounds_inputs=rounds_inputs)
         return QuantizedEntry(where, keys, (F, D), "int8 by rows", partial(_from_int8, rounds_inputs), held)
-    return _describe_float8(tensors, keys, block, where, halve=False)
+    return describe_float8(tensors, keys, block, where, halve=False)
 
 
-def _find_modelopt(
+def find_modelopt(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: object, where: object
 ) -> dict[str, QuantizedEntry]:
     """FP8 weights of NVIDIA's ModelOpt among a checkpoint's tensors, by their plain key."""
     algorithm = read_value(config, "quant_algo", str, None)  # None where the cache alone is quantised
     if algorithm not in (None, "FP8"):
         raise CheckpointError(f"{where}: quant_algo {algorithm!r} of ModelOpt is not supported: FP8 is")
-    return _find_float8(tensors, {}, read, where)
+    return find_float8(tensors, {}, read, where)
 
 
 _MXFP4_GROUP = 32
@@ -465,18 +454,18 @@ _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], n
 
 
 def _from_mxfp4(*, weight_packed: np.ndarray, weight_scale: np.ndarray) -> QuantizedWeight:
-    return _lay_out(_DOUBLED[_nibbles(weight_packed)], _powers_of_two(weight_scale) / 2, 8, _MXFP4_GROUP)
+    return lay_out(_DOUBLED[_nibbles(weight_packed)], _powers_of_two(weight_scale) / 2, 8, _MXFP4_GROUP)
 
 
-def _describe_mxfp4(tensors: Mapping[str, TensorInfo], keys: tuple[str, str], where: object) -> QuantizedEntry:
+def describe_mxfp4(tensors: Mapping[str, TensorInfo], keys: tuple[str, str], where: object) -> QuantizedEntry:
     """The weight with these keys, of values and of scales."""
     values, scales = (tensors[key] for key in keys)
     if len(values.shape) == 2:
         F, D = values.shape[0], 2 * values.shape[1]
-        if scales.dtype == np.uint8 and scales.shape == (F, D // _MXFP4_GROUP) and _fits(_MXFP4_GROUP, D, 8):
+        if scales.dtype == np.uint8 and scales.shape == (F, D // _MXFP4_GROUP) and fits(_MXFP4_GROUP, D, 8):
             precision = Precision(8, _MXFP4_GROUP)
             return QuantizedEntry(where, keys, (F, D), "MXFP4", _from_mxfp4, precision=precision)
-    raise _unfitting(tensors, keys, f"MXFP4 with an exponent (uint8) for {_MXFP4_GROUP} inputs", where)
+    raise unfitting(tensors, keys, f"MXFP4 with an exponent (uint8) for {_MXFP4_GROUP} inputs", where)
 
 
 GGML_KINDS = ("Q8_0", "Q4_0", "MXFP4")
@@ -489,10 +478,10 @@ def from_ggml(kind: str, rows: np.ndarray) -> QuantizedWeight:
         codes, scales, *_ = parse_blocks(kind, rows.reshape(len(rows), -1, BLOCKS[kind][1]))
         bits = 8 if kind == "Q8_0" else 4
         integers = codes.astype(np.int16) - (1 << (bits - 1))
-        return _lay_out(integers.astype(np.int8).reshape(len(rows), -1), scales[..., 0], bits, 32)
+        return lay_out(integers.astype(np.int8).reshape(len(rows), -1), scales[..., 0], bits, 32)
     blocks = rows.reshape(len(rows), -1, 17)  # an exponent, then the lower and the upper halves of 16 bytes
     codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
-    return _lay_out(_DOUBLED[codes].reshape(len(rows), -1), _powers_of_two(blocks[..., 0]) / 2, 8, _MXFP4_GROUP)
+    return lay_out(_DOUBLED[codes].reshape(len(rows), -1), _powers_of_two(blocks[..., 0]) / 2, 8, _MXFP4_GROUP)
 
 
 def _from_mxfp4_stack(*, blocks: np.ndarray, scales: np.ndarray) -> QuantizedWeight:
@@ -505,7 +494,7 @@ def _from_mxfp4_stack(*, blocks: np.ndarray, scales: np.ndarray) -> QuantizedWei
     return QuantizedWeight(values, factors, F, values.shape[2], _MXFP4_GROUP, 8)
 
 
-def _find_mxfp4(
+def find_mxfp4(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: object, where: object
 ) -> dict[str, QuantizedEntry]:
     """The stacks of experts among a checkpoint's tensors, by their plain key."""
@@ -519,239 +508,7 @@ def _find_mxfp4(
         (*outer, half), of_scales, half_group = info.shape, tensors[scales], _MXFP4_GROUP // 2
         bytes_only = info.dtype == of_scales.dtype == np.uint8
         if not bytes_only or len(outer) != 3 or half != half_group or of_scales.shape != tuple(outer):
-            raise _unfitting(tensors, (key, scales), f"blocks [E, F, D / 32, {half_group}] and scales of uint8", where)
+            raise unfitting(tensors, (key, scales), f"blocks [E, F, D / 32, {half_group}] and scales of uint8", where)
         E, F, groups = outer
         weights[stem] = QuantizedEntry(where, (key, scales), (E, F, groups * _MXFP4_GROUP), "MXFP4", _from_mxfp4_stack)
     return weights
-
-
-METHOD = "compressed-tensors"
-
-_VALUES = ("weight_packed", "weight")
-_PARTS = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-
-
-def _from_packed(
-    shape: tuple[int, int],
-    bits: int,
-    groups: int,
-    rounds_inputs: bool,
-    *,
-    weight_scale: np.ndarray,
-    weight: np.ndarray | None = None,
-    weight_packed: np.ndarray | None = None,
-    weight_shape: np.ndarray | None = None,
-    weight_zero_point: np.ndarray | None = None,
-    weight_g_idx: np.ndarray | None = None,
-) -> QuantizedWeight:
-    F, D = shape
-    integers: Any = weight if weight_packed is None else _unpack(weight_packed, bits)[:, :D]
-    zeros = weight_zero_point
-    if zeros is not None:
-        zeros = zeros.reshape(F, -1) if zeros.dtype == np.int8 else _unpack(zeros.T, bits)[:, :F].T
-    order = _order_of(weight_g_idx, groups)
-    integers = integers if order is None else integers[:, order]
-    scales = np.broadcast_to(weight_scale.reshape(-1, groups), (F, groups))
-    laid_out = _lay_out(integers, scales, bits, D // groups, zeros=zeros, order=order)
-    return replace(laid_out, rounds_inputs=rounds_inputs and laid_out.is_plain)
-
-
-def _find_compressed(
-    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: Callable[[str], np.ndarray], where: object
-) -> dict[str, QuantizedEntry]:
-    """The quantised weights among a checkpoint's tensors, by their plain key."""
-    _check_transforms(config, where)
-    block = _block(config)
-    weights: dict[str, QuantizedEntry] = {}
-    for key, scale in tensors.items():
-        stem, _, last = key.rpartition(".")
-        if last == "weight_global_scale":
-            raise CheckpointError(f"{where}: {key}: NVFP4 is not supported; MXFP4, 8-bit floats and integers are")
-        if last != "weight_scale":
-            continue
-        values = next((f"{stem}.{name}" for name in _VALUES if f"{stem}.{name}" in tensors), None)
-        if values is None:
-            raise CheckpointError(f"{where}: {key} has neither {stem}.weight_packed nor {stem}.weight with it")
-        packed = values.endswith("_packed")
-        if tensors[values].dtype.kind not in "iu":
-            weights[values] = _describe_float8(tensors, (values, key), block, where)
-        elif packed and scale.dtype == np.uint8:
-            weights[f"{stem}.weight"] = _describe_mxfp4(tensors, (values, key), where)
-        else:
-            group = _group_of(config, stem, where)
-            weights[f"{stem}.weight"] = _describe_packed(tensors, values, read, where, group)
-    return weights
-
-
-def _check_transforms(config: Mapping[str, Any], where: object) -> None:
-    """Refuse rotations of activations (SpinQuant, QuIP), whose inverse the weights have in them."""
-    transforms = read_value(config, "transform_config", dict[str, Any], None) or {}
-    for group in read_value(transforms, "config_groups", dict[str, dict[str, Any]], {}).values():
-        for one in read_value(group, "apply", list[dict[str, Any]], []):
-            location = read_value(one, "location", str, "")
-            if not location.startswith("weight_"):  # the weights of a file are rotated already
-                raise CheckpointError(
-                    f"{where}: transform_config: rotations of activations (location {location!r}) are not supported; a "
-                    "checkpoint without them is"
-                )
-
-
-_DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True}
-"""Values of compressed-tensors for what `input_activations` leaves out."""
-
-TOKEN_INT8 = {**_DEFAULTS, "strategy": "token", "dynamic": True}
-"""`input_activations` of W8A8: 8-bit integers, with a scale for each token that is found at run time."""
-
-
-def _group_of(config: Mapping[str, Any], module: str, where: object) -> dict[str, Any]:
-    """Group of a configuration that a linear layer is in: one that names it, or else one of all linear layers."""
-    found: dict[str, Any] = {}
-    for group in read_value(config, "config_groups", dict[str, dict[str, Any]], {}).values():
-        for target in read_value(group, "targets", list[str], []):
-            try:
-                named = re.match(target[3:], module) if target.startswith("re:") else target == module
-            except re.error as error:
-                raise CheckpointError(f"{where}: targets: {target!r} is not a regular expression: {error}") from error
-            if named:
-                return group
-            if target == "Linear":
-                found = found or group
-    return found
-
-
-def _rounds_inputs(group: Mapping[str, Any]) -> bool:
-    """True if the inputs of a group's layers are `TOKEN_INT8`."""
-    inputs = _DEFAULTS | (read_value(group, "input_activations", dict[str, Any], None) or {})
-    return all(inputs.get(name) == value for name, value in TOKEN_INT8.items())
-
-
-def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Outputs and inputs of a block with a scale, where a configuration has such blocks."""
-    for group in read_value(config, "config_groups", dict[str, dict[str, Any]], {}).values():
-        weights = read_value(group, "weights", dict[str, Any], {})
-        if weights.get("block_structure") is not None:
-            return read_value(weights, "block_structure", tuple[Size, Size])
-    return None
-
-
-def _describe_packed(
-    tensors: Mapping[str, TensorInfo],
-    values: str,
-    read: Callable[[str], np.ndarray],
-    where: object,
-    group: Mapping[str, Any],
-) -> QuantizedEntry:
-    stem, _, last = values.rpartition(".")
-    scales, shape, zeros, g_idx = (f"{stem}.{part}" for part in _PARTS)
-    keys = (values, *(key for key in (scales, shape, zeros, g_idx) if key in tensors))
-    if last == "weight_packed" and shape not in tensors:
-        raise CheckpointError(f"{where}: {values} has no {shape} with it")
-    stored, scale = tensors[values], tensors[scales]
-    groups = scale.shape[-1] if len(scale.shape) == 2 else 1
-    scheme = read_value(group, "weights", dict[str, Any], {})
-    sizes = [read_value(scheme, "group_size", int, 0)]
-    if len(stored.shape) == 2 and groups > 0:
-        F, columns = stored.shape
-        D = columns
-        options = [8] if stored.dtype == np.int8 else []
-        if last == "weight_packed":
-            # Rows are packed to whole words: their number shows the precision.
-            D = int(read(shape)[1]) if tensors[shape].shape == (2,) else 0
-            options = [bits for bits in BITS if stored.dtype == np.int32 and columns == -(-D * bits // 32)]
-        for bits in options:
-            shapes = ((F, groups), (F,), *(((), (1,), (1, 1)) if groups == 1 else ()))
-            whole = _divides(groups, D, sizes) and scale.shape in shapes
-            zero = tensors.get(zeros)
-            words = (-(-F * bits // 32), groups)
-            whole = whole and (zero is None or (zero.dtype, zero.shape) in _zero_points(F, groups, words))
-            whole = whole and (g_idx not in tensors or tensors[g_idx].shape == (D,))
-            if whole and _fits(D // groups, D, bits):
-                rounds = bits == 8 and groups == 1 and _rounds_inputs(group)
-                convert = partial(_from_packed, (F, D), bits, groups, rounds)
-                kind = f"int{bits} by {_sharing(groups, D)}{', inputs by tokens' if rounds else ''}"
-                precision = Precision(bits, _fitting_group(D // groups, D, bits), rounds_inputs=rounds)
-                return QuantizedEntry(where, keys, (F, D), kind, convert, precision=precision)
-    raise _unfitting(tensors, keys, f"4 and 8 bits with {_GROUPS}", where)
-
-
-def _zero_points(F: int, groups: int, words: tuple[int, int]) -> list[tuple[Any, tuple[int, ...]]]:
-    """Dtypes and shapes that zero points may have: packed, or one number each."""
-    return [(np.int32, words), (np.int8, (F, groups)), (np.int8, (F,))]
-
-
-def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
-    """The arrays that stand for the weight `key` in a file: int-quantized if it rounds inputs, else pack-quantized."""
-    if weight.rounds_inputs:
-        return {key: np.asarray(weight.values), f"{key}_scale": np.asarray(weight.scales)}
-    F, D = weight.size_out, weight.size_in
-    codes = (np.asarray(weight.integers()).astype(np.int16) + (1 << (weight.bits - 1))).astype(np.uint8)
-    if weight.bits == 4:
-        codes = np.pad(codes, ((0, 0), (0, -D % 8)))
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    else:
-        codes = np.pad(codes, ((0, 0), (0, -D % 4)))
-    return {
-        f"{key}_packed": np.ascontiguousarray(codes).view(np.int32),
-        f"{key}_scale": np.asarray(weight.row_scales()),
-        f"{key}_shape": np.asarray([F, D], np.int64),
-    }
-
-
-def quantization_config(weights: Iterable[QuantizedWeight], ignore: Sequence[str] = ()) -> dict[str, Any]:
-    """config.json's `quantization_config` for a model whose linear layers are all quantised alike."""
-    kinds = {(weight.bits, weight.group_size, weight.rounds_inputs) for weight in weights}
-    if len(kinds) != 1:
-        raise CheckpointError(f"weights of several precisions cannot be saved together: {sorted(map(str, kinds))}")
-    ((bits, group_size, rounds_inputs),) = kinds
-    scheme = {
-        "num_bits": bits,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "channel" if group_size is None else "group",
-        "group_size": group_size,
-        "dynamic": False,
-        "actorder": None,
-    }
-    return {
-        "quant_method": METHOD,
-        "format": "int-quantized" if rounds_inputs else "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": scheme,
-                "input_activations": TOKEN_INT8 if rounds_inputs else None,
-            }
-        },
-        "ignore": list(ignore),
-    }
-
-
-_METHODS: dict[str, Callable[..., dict[str, QuantizedEntry]]] = {
-    METHOD: _find_compressed,
-    "gptq": _find_gptq,
-    "awq": _find_awq,
-    "auto-round": _find_auto_round,
-    "fp8": _find_float8,
-    "fbgemm_fp8": _find_float8,
-    "modelopt": _find_modelopt,
-    "mxfp4": _find_mxfp4,
-}
-"""Functions that find quantised weights, by `quant_method` of config.json's `quantization_config`."""
-
-
-def find_quantized(
-    tensors: Mapping[str, TensorInfo], scheme: Mapping[str, Any], read: Callable[[str], np.ndarray], where: object
-) -> dict[str, QuantizedEntry]:
-    """The quantised weights among a checkpoint's tensors, by their plain key.
-
-    `scheme`: config.json's `quantization_config`.
-    """
-    method = scheme.get("quant_method")
-    find = _METHODS.get(method) if isinstance(method, str) else None
-    if find is None:
-        raise CheckpointError(
-            f"{where}: it is quantised by {method!r}, which is not supported: {', '.join(_METHODS)} are, and so are "
-            "unquantised checkpoints with quantization='int8', 'w8a8' or 'int4'"
-        )
-    return find(tensors, scheme, read, where)
