@@ -33,6 +33,7 @@ class Pair(nnx.Module):
     def __init__(self, rngs):
         self.layers = nnx.List([Linear(5, 3, bias=True, dtype=jnp.float32, rngs=rngs) for _ in range(2)])
         self.norm = RMSNorm(5, eps=1e-6, dtype=jnp.float32)
+        self.gain = nnx.Param(jnp.ones(()))
 
 
 ABSTRACT = nnx.eval_shape(lambda: Pair(nnx.Rngs(0)))
@@ -40,10 +41,10 @@ ABSTRACT = nnx.eval_shape(lambda: Pair(nnx.Rngs(0)))
 
 def weights(dtype=np.float32):
     rng = np.random.default_rng(0)
-    shapes = {"norm.weight": (5,)}
+    shapes = {"norm.weight": (5,), "gain": ()}
     for i in range(2):
         shapes |= {f"layers.{i}.weight": (3, 5), f"layers.{i}.bias": (3,)}
-    return {key: rng.standard_normal(shape).astype(dtype) for key, shape in shapes.items()}
+    return {key: np.asarray(rng.standard_normal(shape), dtype) for key, shape in shapes.items()}
 
 
 def saved(folder, arrays, **options):
@@ -57,6 +58,7 @@ def test_every_float_type_loads_into_every_other(tmp_path, stored, wanted):
     model = load_module(ABSTRACT, saved(tmp_path, arrays), dtype=wanted)
     assert model.layers[1].weight[...].dtype == wanted
     np.testing.assert_array_equal(model.layers[1].weight[...], arrays["layers.1.weight"].astype(wanted))
+    assert model.gain[...] == arrays["gain"].astype(wanted)
 
 
 def test_the_loaded_model_does_not_depend_on_the_file_any_more(tmp_path):
@@ -99,7 +101,7 @@ def test_unexpected_weights_can_be_ignored(tmp_path):
 def test_progress_counts_bytes_up_to_all(tmp_path):
     seen = []
     load_module(ABSTRACT, saved(tmp_path, weights()), dtype=jnp.float32, progress=lambda d, t: seen.append((d, t)))
-    assert seen[-1] == (4 * 41, 4 * 41)
+    assert seen[-1] == (4 * 42, 4 * 42)
     assert seen == sorted(seen)
 
 

@@ -100,7 +100,7 @@ def load_module(
     _check_keys(every, checkpoint, tuple(ignore))
     places = {name: Placement(mesh, divisions.get(name), repeats.get(name, 1)) for name in flat}
     for name, (_, leaf) in flat.items():
-        stored = leaf.shape[0] // places[name].times, *leaf.shape[1:]
+        stored = *(rows // places[name].times for rows in leaf.shape[:1]), *leaf.shape[1:]  # a number has no rows
         if name in transposed:
             stored = stored[0], stored[2], stored[1]
         _check_shape(stored, stacks.get(name) or keys[name][0], checkpoint)
