@@ -15,7 +15,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +40,6 @@ from verax.checkpoint.formats.safetensors import MappedFile, TensorInfo
 from verax.errors import CheckpointError
 from verax.files import JsonObject
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
-from verax.ops.quantized import QuantizedWeight
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
@@ -384,19 +383,12 @@ _FUSED = ("in_proj_b.weight", "in_proj_a.weight")
 def block_entry(path: Path, key: str, kind: str, shape: tuple[int, int]) -> QuantizedEntry:
     """Description of a matrix of a type out of `BLOCK_KINDS`, which is read as its rows of blocks."""
     held = BlockQuantizedWeight.shapes(kind, *shape)
-    return QuantizedEntry(path, (key,), shape, kind, partial(_from_blocks, kind), held)
-
-
-def _from_blocks(kind: str, **rows: np.ndarray) -> BlockQuantizedWeight:
-    return BlockQuantizedWeight.from_blocks(kind, *rows.values())
+    convert = lambda **rows: BlockQuantizedWeight.from_blocks(kind, *rows.values())
+    return QuantizedEntry(path, (key,), shape, kind, convert, held)
 
 
 def _integer_entry(path: Path, key: str, kind: str, shape: tuple[int, int]) -> QuantizedEntry:
-    return QuantizedEntry(path, (key,), shape, kind, partial(_integers, kind))
-
-
-def _integers(kind: str, **rows: np.ndarray) -> QuantizedWeight:
-    return from_ggml(kind, *rows.values())
+    return QuantizedEntry(path, (key,), shape, kind, lambda **rows: from_ggml(kind, *rows.values()))
 
 
 _AS_STORED, _EXPERTS_AS_STORED = (tuple(BLOCK_KINDS), block_entry), (GGML_KINDS, _integer_entry)

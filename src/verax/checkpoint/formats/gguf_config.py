@@ -244,7 +244,7 @@ def read_config(
         "rope_theta": given("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(given, kind, divisors),
         **(_gemma(given, kind, heads, size, head_dim) if kind in _GEMMA else {}),
-        **(_granite(given, kind, head_dim) if kind == "granite" else {}),
+        **(_granite(given, head_dim) if kind == "granite" else {}),
         **(_phi3(given, head_dim, longrope) if kind == "phi3" else {}),
         **(_hybrid(given, needed, head_dim) if kind in _HYBRID else {}),
         **(_experts(given, needed, kind, shapes) if kind in _MIXTURES else {}),
@@ -523,7 +523,7 @@ def _gemma(given: Callable[..., Any], kind: str, heads: int, size: int, head_dim
     }
 
 
-def _granite(given: Callable[..., Any], kind: str, head_dim: int) -> dict[str, Any]:
+def _granite(given: Callable[..., Any], head_dim: int) -> dict[str, Any]:
     """Multipliers of a Granite's config.json."""
     neutral = {"attention.scale": head_dim**-0.5}
     return {ours: given(theirs) or neutral.get(theirs, 1.0) for theirs, ours in GRANITE_READ.items()}
