@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.fields import Positive, Size, read_fields, read_layer_types, read_value
+from verax.fields import Positive, Size, read_fields, read_value
 from verax.files import JsonObject
 from verax.models import qwen3
 from verax.models.causal_lm import AttentionFn, text_config
@@ -31,6 +31,7 @@ from verax.models.qwen3 import (
     Qwen3ForCausalLM,
     Rotary,
     decoder_fields,
+    layer_windows,
     norm,
 )
 from verax.nn import Embedding, fused_linear
@@ -66,9 +67,11 @@ class Gemma3Config(Qwen3Config):
             raise UnsupportedModelError("use_bidirectional_attention is not supported in a causal model")
         rotary = ops.RotaryConfig.from_hf(text) if gemma2 else rotary_of_kind(text, FULL, "rope_theta")
         fields = decoder_fields(text, rotary, GELU)
+        pattern = read_value(text, "sliding_window_pattern", Size)  # of a file that lists no layers
+        kinds = [SLIDING if (i + 1) % pattern else FULL for i in range(fields["num_hidden_layers"])]
         return cls(
             **fields,
-            windows=_windows(text, fields["num_hidden_layers"]),
+            windows=layer_windows(text, read_value(text, "sliding_window", Size, None), kinds),
             local_rotary=None if gemma2 else rotary_of_kind(text, SLIDING, "rope_local_base_freq"),
             **read_fields(text, cls, ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")),
         )
@@ -104,17 +107,6 @@ _GEMMA3 = {
     "sliding_window_pattern": 6,
 }
 """Values that a file may leave out."""
-
-
-def _windows(config: JsonObject, depth: int) -> tuple[int | None, ...]:
-    """Sliding window of each layer; in a file that lists no layers, every `sliding_window_pattern`-th has none."""
-    pattern = read_value(config, "sliding_window_pattern", Size)
-    default = [SLIDING if (i + 1) % pattern else FULL for i in range(depth)]
-    kinds = read_layer_types(config, depth, default, {FULL, SLIDING})
-    window = read_value(config, "sliding_window", Size, None)
-    if SLIDING in kinds and window is None:
-        raise UnsupportedModelError(f"{config.where} lacks sliding_window, which its {SLIDING} layers need")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def rotary_of_kind(config: JsonObject, kind: str, base: str) -> ops.RotaryConfig:

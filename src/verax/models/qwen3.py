@@ -186,7 +186,7 @@ def layer_windows(
     if SLIDING not in kinds:
         return ()
     if window is None:
-        raise UnsupportedModelError(f"{file_of(config)} has {SLIDING} layers, but no sliding window is in use")
+        raise UnsupportedModelError(f"{file_of(config)} has {SLIDING} layers, but no sliding_window is in use")
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
