@@ -43,6 +43,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": ops.gelu,
     "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
 }

@@ -6,7 +6,7 @@ Wan's and SkyReels-V2's image-to-video models take OpenCLIP's ViT-H/14. Module p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +20,11 @@ from verax import ops
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.files import JsonObject
+from verax.models.bert import ACTIVATIONS, check_activation
 from verax.nn import LayerNorm, Linear, Sequential
 from verax.nn.layers import INIT_STD
 
 __all__ = ["CLIPVisionConfig", "CLIPVisionModel"]
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": ops.gelu,
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-}
-"""Activation functions, by transformers' names: OpenCLIP's and OpenAI's."""
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -76,9 +71,7 @@ class CLIPVisionConfig:
             if isinstance(config.get(key), (list, dict)):
                 raise UnsupportedModelError(f"{key} {config[key]} is not supported; images and patches are square")
         read = cls(**read_fields(config, cls))
-        if read.hidden_act not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise UnsupportedModelError(f"hidden_act {read.hidden_act!r} is not supported; those supported are {known}")
+        check_activation(read.hidden_act)
         if (channels := read_value(config, "num_channels", int, 3)) != 3:
             raise UnsupportedModelError(f"num_channels {channels} is not supported; images have 3")
         check_multiple(config, hidden_size=read.hidden_size, num_attention_heads=read.num_attention_heads)
