@@ -226,9 +226,6 @@ class DebertaForSequenceClassification(nnx.Module):
     ignored_weights = (r"position_(ids|embeddings\.weight)$", r"^(lm_predictions|mask_predictions)\.")
     """Patterns of keys that are not loaded: constants, and heads of pre-training."""
 
-    key_aliases = ()
-    """Other keys of the same weights: none."""
-
     def __init__(self, config: DebertaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.deberta = DebertaModel(config, dtype=dtype, rngs=rngs)

@@ -164,9 +164,6 @@ class UMT5EncoderModel(nnx.Module):
     Matmuls take inputs that are rounded to the weights' dtype. Everything between them is float32.
     """
 
-    ignored_weights = ()
-    """Patterns of keys that are not loaded, in either layout: none."""
-
     quantized_weights = r"^token_embedding\.|\.(attn|ffn)\."
 
     def __init__(self, config: UMT5Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
