@@ -361,7 +361,8 @@ class MaskedLMHead(nnx.Module):
     """Logits of the vocabulary at each token, by the word embeddings."""
 
     def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.activation = ACTIVATIONS[config.hidden_act]
+        # RoBERTa's and MPNet's heads have GELU, whatever the layers have.
+        self.activation = ops.gelu if config.first_position else ACTIVATIONS[config.hidden_act]
         self.dense = Linear(config.hidden_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
         self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
         self.bias = nnx.Param(jnp.zeros(config.vocab_size, dtype))
