@@ -15,7 +15,7 @@ from tests.support.adapters import adapter_weights, changed, linear_sizes, save_
 from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from verax.checkpoint import Checkpoint, save
 from verax.checkpoint.load import load_module
-from verax.checkpoint.lora import Adapter, merge, with_lora
+from verax.checkpoint.lora import Adapter, lora_fingerprint, merge, with_lora
 from verax.errors import CheckpointError, UnsupportedModelError, VeraxError
 from verax.loading import load_causal_lm
 
@@ -439,10 +439,15 @@ def test_alpha_alone_in_the_header_or_in_pefts_folder_counts(place, base, tmp_pa
     prefix = "base_model.model.blocks.0.self_attn.q"
     tensors = {f"{prefix}.lora_A.weight": A, f"{prefix}.lora_B.weight": B}
     path = tmp_path / "adapter_model.safetensors"
-    save_file(tensors, path, metadata={"alpha": "12"} if place in ("header", "both") else None)
-    if place != "header":
-        settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": 5 if place == "both" else 12}
-        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+
+    def write(alpha):
+        save_file(tensors, path, metadata={"alpha": str(alpha)} if place in ("header", "both") else None)
+        if place != "header":
+            settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": 5 if place == "both" else alpha}
+            (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+        return lora_fingerprint(path)
+
+    assert write(6) != write(12) == lora_fingerprint(tmp_path if place == "folder" else path)
     got = with_lora(base, {tmp_path if place == "folder" else path: 1.0})
     assert_sum(got, base, Q_WEIGHT, 12 / RANK * B @ A)
     with pytest.raises(CheckpointError, match="its alpha not a number"):

@@ -15,6 +15,7 @@ adapted ones.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import math
 import re
@@ -556,9 +557,11 @@ def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint
 
 
 def lora_fingerprint(path: Path) -> str:
-    """Digest of a LoRA file or of PEFT's folder, see `checkpoint.fingerprint`."""
+    """Digest of a LoRA file or of PEFT's folder: of its matrices (`checkpoint.fingerprint`) and of its settings."""
     file = SafetensorsFile(_file_of(path))
-    return fingerprint(Checkpoint(file.path, {}, {}, dict.fromkeys(file.tensors, file)))
+    weights = fingerprint(Checkpoint(file.path, {}, {}, dict.fromkeys(file.tensors, file)))
+    settings = json.dumps(_settings(file), sort_keys=True)
+    return hashlib.sha256(f"{weights} {settings}".encode()).hexdigest()[:16]
 
 
 def _file_of(path: Path) -> Path:
