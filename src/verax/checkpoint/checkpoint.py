@@ -22,14 +22,10 @@ from verax.files import read_json
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.quantized import QuantizedWeight
 
-SINGLE = "model.safetensors"
-"""Name of the file of all weights, if there is only one."""
-
 INDEX = "model.safetensors.index.json"
 """Name of the index, which maps each weight to its file if there are several."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
-
 
 _IGNORED = re.compile(r"\.(input|activation|output|[qkv]|kv)_(scale|zero_point)$")
 """Scales of activations and of a cache, which a checkpoint does not quantise here."""
@@ -273,7 +269,7 @@ def open_together(paths: Iterable[Path]) -> dict[str, SafetensorsFile]:
 
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
     """File of each weight, by key. As in transformers, one file precedes an index, and either precedes other names."""
-    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+    if (folder / "model.safetensors").is_file() or (folder / INDEX).is_file():
         return open_stem(folder, "model")
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -95,8 +96,8 @@ def load_module(
     """
     graph, state = nnx.split(abstract)
     flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
-    keys = {name: _keys(stacks[name]) if name in stacks else [aliases.get(name, name)] for name in flat}
-    every = [key for source_keys in keys.values() for key in source_keys]
+    keys = {name: [*chain(*stacks[name])] if name in stacks else [aliases.get(name, name)] for name in flat}
+    every = [*chain(*keys.values())]
     _check_keys(every, checkpoint, tuple(ignore))
     places = {name: Placement(mesh, divisions.get(name), repeats.get(name, 1)) for name in flat}
     for name, (_, leaf) in flat.items():
@@ -227,10 +228,6 @@ def _is_bias_of_zeros(name: str, checkpoint: Checkpoint) -> bool:
     """True for a bias that a quantisation library wrote for a layer that has none."""
     layer, _, last = name.rpartition(".")
     return last == "bias" and f"{layer}.weight" in checkpoint.packed and not np.any(checkpoint.read_raw(name))
-
-
-def _keys(stack: StackedKeys) -> list[str]:
-    return [key for matrix in stack for key in matrix]
 
 
 def _check_shape(expected: tuple[int, ...], source: str | StackedKeys, checkpoint: Checkpoint) -> None:

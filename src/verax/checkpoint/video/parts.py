@@ -443,7 +443,7 @@ def original_transformer(
     image = in_channels > read_value(config, "out_channels", Size, in_channels)
     ends = "flf2v" if config.get("pos_embed_seq_len") is not None else "i2v"
     skyreels = {"inject_sample_info": config.get("inject_sample_info", False)} if _is_skyreels(pipeline) else {}
-    more = {name: config[name] for name, value in _UNSAID.items() if name in config and not _equal(config[name], value)}
+    more = {name: config[name] for name, value in _UNSAID.items() if name in config and config[name] != value}
     if image:
         more |= {"image_dim": None} if config.get("image_dim") is None else {}
     else:
@@ -594,7 +594,3 @@ def scheduler_solver(config: Mapping[str, Any]) -> str:
 
 def _is_skyreels(pipeline: str) -> bool:
     return pipeline.startswith("SkyReels")
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return (list(one) if isinstance(one, tuple) else one) == other
