@@ -566,6 +566,17 @@ BROKEN = {
         HEADER + struct.pack("<QQ", 1, 0) + string("x") + struct.pack("<IQIQ", 1, 48, 8, 0),
         r"x of shape \[48\] cannot be Q8_0, in blocks of 32",
     ),
+    "experts in a vector": (
+        HEADER
+        + struct.pack("<QQ", 1, 1)
+        + string("general.architecture")
+        + struct.pack("<I", 8)
+        + string("qwen3moe")
+        + string("blk.0.ffn_up_exps.weight")
+        + struct.pack("<IQIQ", 1, 4, 0, 0)
+        + bytes(64),
+        r"blk\.0\.ffn_up_exps\.weight of shape \[4\] has another form by its name",
+    ),
     "encoder": (
         HEADER + struct.pack("<QQ", 0, 1) + string("general.architecture") + struct.pack("<I", 8) + string("bert"),
         "'bert' is not supported; in GGUF files qwen3, qwen2, llama, gemma3, gemma2",

@@ -205,7 +205,11 @@ class SplitGGUF(GGUFFile):
         self._places: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
         for part in (self, *other_parts(self)):
             for name, tensor in part.tensors.items():
-                for key, own in self._weights_of(name, tensor):
+                try:
+                    weights = self._weights_of(name, tensor)
+                except ValueError as error:
+                    raise part.fault(f"{name} of shape {list(tensor.shape)} has another form by its name") from error
+                for key, own in weights:
                     if key in self._places:
                         raise part.fault(f"{name} is there twice")
                     self._places[key] = part, own
