@@ -522,6 +522,7 @@ def test_recommended_sampling_is_read(folder, tmp_path):
         (("qwen3.rope.dimension_count", "add_uint32", 8), r"rope\.dimension_count 8 is not supported; 16 is"),
         (("qwen3.rope.scaling.type", "add_string", "longrope"), "rope_type 'longrope'"),
         (("qwen3.attention.head_count", "add_uint32", 0), r"attention\.head_count: expected one number .* got 0"),
+        (("qwen3.block_count", "add_uint32", 1 << 31), r"block_count: expected one number .* 1 to 256, got 2147483648"),
         (("qwen3.attention.sliding_window", "add_uint32", 128), r"attention\.sliding_window 128 is not"),
     ],
 )

@@ -38,6 +38,7 @@ from verax.checkpoint.formats.gguf_config import (
 from verax.checkpoint.formats.quantized import GGML_KINDS, QuantizedEntry, from_ggml
 from verax.checkpoint.formats.safetensors import MappedFile, TensorInfo
 from verax.errors import CheckpointError
+from verax.fields import MAX_DEPTH
 from verax.files import JsonObject
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 
@@ -288,7 +289,7 @@ class GGUFWeights(SplitGGUF):
     def _predicting(self) -> tuple[str, ...]:
         """Beginnings of the names of layers that predict further tokens, which are not read."""
         count, depth = next_token_layers(self.metadata), self.metadata.get(f"{self._architecture}.block_count")
-        return tuple(f"blk.{depth - 1 - i}." for i in range(count)) if isinstance(depth, int) else ()
+        return tuple(f"blk.{depth - 1 - i}." for i in range(min(count, MAX_DEPTH))) if isinstance(depth, int) else ()
 
     def _weights_of(self, name: str, tensor: GGUFTensor) -> Iterable[tuple[str, GGUFTensor]]:
         if name.startswith(self._predicting):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from verax.errors import UnsupportedModelError
+from verax.fields import MAX_DEPTH, MAX_SIZE
 
 _MODEL_TYPES = {
     **{"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama", "gemma3": "gemma3_text", "gemma2": "gemma2"},
@@ -212,9 +213,11 @@ def read_config(
         return metadata.get(f"{kind}.{name}", metadata.get(f"{kind}.{OLLAMA_NAMES.get(name)}", default))
 
     def needed(name: str) -> int:
-        value = metadata[f"{kind}.{name}"]
-        if not isinstance(value, int) or value < 1:
-            raise UnsupportedModelError(f"{kind}.{name}: expected one number for all layers, 1 or more, got {value!r}")
+        value, most = metadata[f"{kind}.{name}"], MAX_DEPTH if name == "block_count" else MAX_SIZE
+        if not isinstance(value, int) or not 1 <= value <= most:
+            raise UnsupportedModelError(
+                f"{kind}.{name}: expected one number for all layers, 1 to {most}, got {value!r}"
+            )
         return value - nextn if name == "block_count" else value
 
     nextn = next_token_layers(metadata)
