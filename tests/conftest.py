@@ -6,6 +6,7 @@ Elsewhere public functions are to refuse wrong types with their own errors, and 
 import ctypes
 import gc
 import os
+import signal
 import sys
 from importlib.metadata import version
 
@@ -29,6 +30,9 @@ LONG = ("video/test_mesh", "recipes/text/test_recipe", "recipes/video/test_recip
 """Files of few tests that take long. They come first, so that no worker is left with one at the end."""
 
 ARRAYS = ("ops", "nn", "models", "text.step.step", "text.step.slots", "text.step.runner", "train.loss")
+
+# A shell's background jobs ignore Ctrl-C, which Python leaves so. Tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tracing makes millions of objects and little garbage: looking for it took a tenth of the time of the suite.
 gc.set_threshold(50_000, 20, 20)
@@ -114,6 +118,7 @@ SLOW = (
     "ops/test_hierarchical",
     "ops/test_linear_gpu",
     "ops/test_paged_kernels",
+    "ops/test_shard_map",
     "plan",
     "text/lora/test_generate.py::test_adapters_answer_as_without_drafts",
     "text/speculative/test_drafters",

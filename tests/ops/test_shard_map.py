@@ -9,7 +9,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.ops.test_delta_scan import GRADIENTS, SCANS
@@ -85,7 +84,6 @@ def compare_hierarchical():
     compare(partial(run, ops.local_delta_rule), x, FLUX)
 
 
-@pytest.mark.slow
 def test_two_devices_give_what_one_gives():
     assert run_on_devices(2, "tests.ops.test_shard_map") == "equal"
 
