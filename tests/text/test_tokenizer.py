@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tests.support import tiny_encoder
-from tests.support.tiny import TEXT, TURN_END, TURN_START, tiny_tokenizer
+from tests.support.tiny import TEXT, TURN_END, TURN_START, tiny_checkpoint, tiny_tokenizer
 from verax.errors import CheckpointError, InvalidParameterError, TemplateError
+from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
 from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -218,11 +220,28 @@ def test_text_continues_where_the_prompt_ends():
     tokenizer = byte_fallback_tokenizer()
     prompt, ids = tokenizer.encode("once upon"), tokenizer.encode("a time")
     assert tokenizer.decode(ids) == "a time"
-    running = IncrementalDetokenizer(tokenizer, prompt)
+    running = IncrementalDetokenizer(tokenizer, after=prompt)
     for token in ids:
         running.append(token)
     running.finish()
-    assert running.text == tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)) :] == " a time"
+    assert running.text == tokenizer.decode(ids, after=prompt) == " a time"
+    assert tokenizer.decode([*prompt, *ids]) == "once upon a time"
+    cut = [*prompt, tokenizer.token_id("<0xE2>")]  # a character's first byte, which is not the answer's
+    assert tokenizer.decode(ids, after=cut) == "a time"
+
+
+def test_an_answer_goes_on_where_a_prompt_ends_and_begins_anew_in_a_chat(tmp_path):
+    tokenizer = byte_fallback_tokenizer()
+    tiny_checkpoint(tmp_path, vocab_size=400)
+    tokenizer._backend.save(str(tmp_path / "tokenizer.json"))
+    llm = LLM(tmp_path, dtype="float32", max_model_len=64, use_tqdm=False)
+    [time] = tokenizer.encode("time")
+    chat = [{"role": "user", "content": "once upon a"}]
+    for stop in ((), ("!",)):  # decoded at once, and token by token
+        params = SamplingParams(temperature=0, max_tokens=1, logit_bias={time: 100.0}, stop=stop)
+        outputs = llm.generate(["once upon a", tokenizer.encode("once upon a")], params) + llm.chat(chat, params)
+        assert [output.outputs[0].text for output in outputs] == [" time", " time", "time"]
+        assert "".join(llm.stream("once upon a", params)) == " time"
 
 
 def test_the_work_for_a_token_does_not_grow(byte_level, monkeypatch):

@@ -95,14 +95,16 @@ class CompletionLogprobs:
     A token that is a part of a character begins where the character does, and one without text where the next begins.
 
     `num_top`: number of the likeliest tokens at each place; the token of the text comes in addition.
-    `skip_special_tokens`: special tokens are not in the text.
+    `after`: tokens of the prompt. `skip_special_tokens`: special tokens are not in the text.
     """
 
-    def __init__(self, num_top: int, tokenizer: Tokenizer, *, skip_special_tokens: bool = True):
+    def __init__(
+        self, num_top: int, tokenizer: Tokenizer, *, after: Sequence[int] = (), skip_special_tokens: bool = True
+    ):
         self._num_top = num_top
         self._tokenizer = tokenizer
         self._begin = 0
-        self._text = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._text = IncrementalDetokenizer(tokenizer, after=after, skip_special_tokens=skip_special_tokens)
         self._lists = self._empty()
 
     def add_prompt(self, text: str, token_ids: Sequence[int], ranked: Sequence[Mapping[int, Logprob] | None]) -> None:
@@ -195,9 +197,13 @@ class _Answer:
             self._lengths[new.index] = 0
             if request.logprobs is not None:
                 assert run.tokenizer is not None
-                skip = run.params.skip_special_tokens
-                logprobs = CompletionLogprobs(request.logprobs, run.tokenizer, skip_special_tokens=skip)
-                self._logprobs[new.index] = logprobs
+                continues = output is not None and request.add_special_tokens is not False  # as `Request.text_before`
+                self._logprobs[new.index] = CompletionLogprobs(
+                    request.logprobs,
+                    run.tokenizer,
+                    after=output.prompt_token_ids if continues else (),
+                    skip_special_tokens=run.params.skip_special_tokens,
+                )
             if request.echo:
                 text = self._echo(new.index, output) + text
         self._lengths[new.index] += len(text)

@@ -142,6 +142,7 @@ class Engine:
             grammar,
             adapter,
             answers,
+            tokens if special else (),
         )
 
     def add(self, request: Request) -> None:
@@ -441,7 +442,7 @@ class Engine:
         """Text of a sequence, empty without a tokenizer. Its terminating token is left out, unless asked for."""
         if self.tokenizer is None:
             return ""
-        params = sequence.request.params
+        params, before = sequence.request.params, sequence.request.text_before
         if sequence.detokenizer is not None and (params.stop or sequence.finished):
             if sequence.finished:
                 sequence.detokenizer.finish()
@@ -449,7 +450,7 @@ class Engine:
         tokens = sequence.output_tokens
         if sequence.finish_reason == "stop" and not params.include_stop_str_in_output:
             tokens = tokens[:-1]
-        return self.tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+        return self.tokenizer.decode(tokens, after=before, skip_special_tokens=params.skip_special_tokens)
 
     def output(self, request: Request) -> RequestOutput:
         """Output of a request so far."""
@@ -550,6 +551,7 @@ class Engine:
             return None
         return IncrementalDetokenizer(
             self.tokenizer,
+            after=request.text_before,
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop_texts,
             include_stop_str_in_output=params.include_stop_str_in_output,

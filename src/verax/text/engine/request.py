@@ -215,6 +215,8 @@ class Request:
     adapter: LoadedAdapter | None = None
     output_token_ids: tuple[tuple[int, ...], ...] = ()
     """Answer so far of each sample, with which it begins; empty for none."""
+    text_before: tuple[int, ...] = ()
+    """Tokens whose text the answer's continues: the prompt's, or none after a chat template, where it is a message."""
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -6,7 +6,8 @@ While tokens arrive, text that was returned never changes, and stop strings are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -187,9 +188,25 @@ class Tokenizer:
             raise InvalidParameterError(f"texts: the model has embeddings of {self._rows} tokens, none of {names}")
         return cuts if self._has_types else [(ids, [0] * len(ids), left_out) for ids, _, left_out in cuts]
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    def decode(self, ids: Sequence[int], *, after: Sequence[int] = (), skip_special_tokens: bool = True) -> str:
+        """The text of token ids that follow `after`; bytes that are not UTF-8 become U+FFFD.
+
+        At the beginning of a text, sentencepiece's decoders strip a space.
+        """
+        before = self.decoded_before(after, skip_special_tokens=skip_special_tokens)
+        decode = partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
+        return decode([*before, *ids])[len(decode(before)) :] if before else decode(list(ids))
+
+    def decoded_before(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[int]:
+        """The last of some tokens: as many of those that have a text as the text of the next one may depend on."""
+        if self.is_byte_level:
+            return []
+        special = self.special_token_ids if skip_special_tokens else ()
+        decoded = (token for token in reversed(ids) if token not in special and self.token(token) is not None)
+        before = list(islice(decoded, _WINDOW))[::-1]
+        # Bytes that are not a whole character would be shown again, with those that follow.
+        whole = not self._backend.decode(before, skip_special_tokens=skip_special_tokens).endswith(_UNDECIDED)
+        return before if whole else []
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
@@ -481,24 +498,23 @@ class IncrementalDetokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int] = (),
         *,
+        after: Sequence[int] = (),
         skip_special_tokens: bool = True,
         stop: tuple[str, ...] = (),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ):
-        """Begin a text after `prompt_token_ids`. Without them, a sentencepiece decoder strips its first space."""
+        """Begin a text, or go on after the tokens `after`, as in `Tokenizer.decode`."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._stop = stop
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
-        visible = (token for token in reversed(prompt_token_ids) if self._visible(token))
-        self._window = [token for token, _ in zip(visible, range(_WINDOW), strict=False)][::-1]
+        self._window = tokenizer.decoded_before(after, skip_special_tokens=skip_special_tokens)
         """Last visible tokens: at most twice `_WINDOW`, and a whole run of byte tokens after them."""
-        self._decided = len(_without_undecided(self._decode()))
-        """Number of the window's characters that are in `text` or in the prompt."""
+        self._decided = len(self._decode())
+        """Number of the window's characters that are in `text` or before it."""
         self._run = bytearray()
         """Bytes of the run of byte tokens at the end of the window."""
         self._count = 0
@@ -524,7 +540,7 @@ class IncrementalDetokenizer:
         elif (text := None if self._window else self._tokenizer.whole_text(token)) is not None:
             stop = self._extend(text)
         else:
-            stop = self._append(token) if self._visible(token) else None
+            stop = None if self._tokenizer.token(token) is None else self._append(token)
         if self._count == self._min_tokens:
             self._exempt = len(self.text) + len(self._run.decode(errors="ignore"))
         return stop
@@ -563,11 +579,6 @@ class IncrementalDetokenizer:
         piece = self.text[self._shown :]
         self._shown = len(self.text)
         return piece
-
-    def _visible(self, token: int) -> bool:
-        """True if a token is decoded: it is in the vocabulary, and not a special token that is skipped."""
-        skipped = self._skip and token in self._tokenizer.special_token_ids
-        return not skipped and self._tokenizer.token(token) is not None
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip) if self._window else ""
