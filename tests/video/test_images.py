@@ -260,6 +260,8 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     }.items():
         with pytest.raises(InvalidParameterError, match=message):
             check_path(tmp_path / name)
+    with pytest.raises(InvalidParameterError, match=r"fps: expected .* at most 100 .*gif, got 120"):
+        check_path(tmp_path / "a.gif", fps=120)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
 
 

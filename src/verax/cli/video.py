@@ -156,7 +156,7 @@ def video(
         raise typer.BadParameter("give --prompt, or a file of prompts with --batch")
     output = output or Path("video.mp4")
     checked(list(prompt))
-    files.check_path(output, name="--output")
+    files.check_path(output, fps=clip_options.fps, name="--output")
     if calibrate is not None:
         files.check_parent(calibrate, "--calibrate")
     if contact_sheet is not None:

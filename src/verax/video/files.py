@@ -31,7 +31,7 @@ _TEXT_SIZE = 12
 """Size in pixels of a contact sheet's captions, and of the margin around its images."""
 
 
-def check_path(path: str | Path, *, name: str = "path") -> Path:
+def check_path(path: str | Path, *, fps: float | None = None, name: str = "path") -> Path:
     """Check that a clip can be written to a path, before any work; return the path."""
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
@@ -46,6 +46,12 @@ def check_path(path: str | Path, *, name: str = "path") -> Path:
         foreign = not path.is_dir() or any(not _FRAME.fullmatch(file.name) for file in path.iterdir())
         if foreign:
             raise InvalidParameterError(f"{name}: {path} exists, and holds other things than frames of a clip")
+    fastest = 100 if path.suffix.lower() == ".gif" else 1000
+    if fps is not None and not 0 < fps <= fastest:
+        kind = path.suffix.lower() or "folder"
+        raise InvalidParameterError(
+            f"fps: expected more than 0 and at most {fastest} frames per second in a {kind}, got {fps}"
+        )
     require_optional("av" if path.suffix.lower() == ".mp4" else "PIL.Image")
     return path
 
@@ -77,17 +83,12 @@ def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: f
         fps: frames per second. Not written into a folder.
         crf: quality of .mp4: 0 (lossless) to 51.
     """
-    path = check_path(path)
+    path = check_path(path, fps=fps)
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
         raise InvalidParameterError(
             f"frames: expected uint8 [frames, height, width, 3], got {frames.dtype} {list(frames.shape)}"
         )
     suffix = path.suffix.lower()
-    fastest = 100 if suffix == ".gif" else 1000
-    if not 0 < fps <= fastest:
-        raise InvalidParameterError(
-            f"fps: expected more than 0 and at most {fastest} frames per second in a {suffix or 'folder'}, got {fps}"
-        )
     if suffix == ".mp4":
         if not 0 <= crf <= 51:
             raise InvalidParameterError(f"crf: expected 0 (lossless) to 51, got {crf}")
