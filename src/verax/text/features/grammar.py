@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from verax._optional import require_optional
-from verax.errors import InvalidParameterError, StructuredOutputError
+from verax.errors import InvalidParameterError, QueueFullError, StructuredOutputError
 from verax.text.features.gbnf import is_gbnf, lark_of_gbnf
 from verax.text.features.json_schema import JSON_OPTIONS, schema_rule
 from verax.text.features.structured_outputs import StructuredOutputs
@@ -182,7 +182,7 @@ class GrammarCompiler:
     def _within_time(self, wanted: StructuredOutputs) -> Any:
         """Compile in a thread of its own. The library lets go of Python's lock, but cannot be interrupted."""
         if not self._compiling.acquire(timeout=COMPILE_SECONDS):
-            raise InvalidParameterError("structured_outputs: other forms are being compiled; try again later")
+            raise QueueFullError("structured_outputs: other forms are being compiled; try again later")
         compiled: Future[Any] = Future()
 
         def run() -> None:
