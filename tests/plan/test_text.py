@@ -187,9 +187,10 @@ def test_wrong_options_are_named(config_only, options, message):
 def test_models_that_are_not_there_or_not_decided_by_their_configuration(config_only):
     with pytest.raises(CheckpointError, match=r"nowhere: no such folder.*or one of qwen3, "):
         describe("nowhere")
-    folder = config_only(quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(UnsupportedModelError, match=r"its weights are quantised.*--quantization dequantize"):
-        describe(folder)
+    for key in ("quantization_config", "compression_config"):
+        folder = config_only(**{key: {"quant_method": "gptq", "bits": 4}})
+        with pytest.raises(UnsupportedModelError, match=r"its weights are quantised.*--quantization dequantize"):
+            describe(folder)
     assert plan_text(describe(folder, quantization="dequantize"), DEVICE)["fits"]
 
 

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from verax import builtin, ops
 from verax.checkpoint import Checkpoint, resolve
+from verax.checkpoint.checkpoint import config_of_floats
 from verax.checkpoint.video.folder import is_video_folder
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.files import read_json
@@ -78,7 +79,7 @@ def describe(model: str, *, quantization: str | None = None) -> Described:
     if is_video_folder(folder):
         return Described(folder.resolve().name, "video", folder)
     config = read_json(folder / "config.json")
-    if "quantization_config" in config and quantization != DEQUANTIZE:
+    if config != config_of_floats(config) and quantization != DEQUANTIZE:
         raise UnsupportedModelError(
             f"{folder}: its weights are quantised, in formats that config.json alone does not decide; plan its floats "
             f"with --quantization {DEQUANTIZE}, or the model that it was made of with --quantization int8, w8a8 or int4"

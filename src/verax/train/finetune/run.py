@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from verax import builtin, checkpoint, ops, progress
 from verax._compat import compiler_options
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.checkpoint import fingerprint
+from verax.checkpoint.checkpoint import config_of_floats, fingerprint
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import DEQUANTIZE, load_causal_lm, model_shapes
 from verax.models import CausalLM, causal_lm, language_config
@@ -225,9 +225,8 @@ def train_full(
         return batch_loss(recompute_layers(model) if settings.gradient_checkpointing else model, batch)
 
     trained = run.train(loss, params, {})
-    config = {**language_config(run.opened.config), "torch_dtype": settings.dtype}
-    for name in ("quantization_config", "dtype"):  # the latter is what newer versions of transformers call it
-        config.pop(name, None)
+    config = {**config_of_floats(language_config(run.opened.config)), "torch_dtype": settings.dtype}
+    config.pop("dtype", None)  # as newer versions of transformers call it
     folder = checkpoint.save(
         rounded(trained),
         output / "model",
