@@ -251,10 +251,9 @@ def read(folder, cross=False):
 
     try:
         if cross:
-            scorer = Reranker(folder, show_progress=False)
-            return [
-                vars(scorer._scorer)[name] for name in ("_activation", "max_length", "_lower_case")
-            ], scorer._prompts
+            reranker = Reranker(folder, show_progress=False)
+            scorer = reranker._scorer
+            return scorer._activation, scorer.max_length, scorer._tokenizer.encode("The CAT"), reranker._prompts
         program = modules.load_modules(folder, D, dtype=np.float32)
         steps = [
             {name: plain(value) for name, value in vars(step).items() if not name.startswith("_")}

@@ -197,11 +197,11 @@ class _Answer:
             self._lengths[new.index] = 0
             if request.logprobs is not None:
                 assert run.tokenizer is not None
-                continues = output is not None and request.add_special_tokens is not False  # as `Request.text_before`
+                before = () if output is None or request.add_special_tokens is False else output.prompt_token_ids
                 self._logprobs[new.index] = CompletionLogprobs(
                     request.logprobs,
                     run.tokenizer,
-                    after=output.prompt_token_ids if continues else (),
+                    after=before,  # as `Request.text_before`
                     skip_special_tokens=run.params.skip_special_tokens,
                 )
             if request.echo:
