@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 import typer
@@ -9,6 +10,7 @@ import typer
 from verax import cli
 from verax.bench import accelerator
 from verax.bench.accelerator import BENCH, PARTS, REPORTS, bench_accelerator
+from verax.bench.harness import TURN
 from verax.bench.processes import run_command
 from verax.bench.results import markdown, write
 from verax.bench.settings import AcceleratorSettings
@@ -28,6 +30,8 @@ def machine(monkeypatch):
     ran, errors, device = [], {}, {**GPU, "cpu": "a CPU", "cores": 2}
 
     def run(words, log, seconds, variables):
+        assert log.is_absolute()  # a part runs in another folder
+        assert all(Path(word).is_absolute() for word in (*words[-1:] * ("--trace" in words), variables[TURN]))
         ran.append(log.stem)
         error = errors.get(log.stem, "")
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -44,12 +48,13 @@ def test_finished_parts_are_skipped_and_failed_ones_run_again(machine, tmp_path,
     monkeypatch.setitem(RESULT, "machine", GPU)
     monkeypatch.setattr(accelerator, "write", lambda result, folder: written.append(result))
     errors["delta"] = "RuntimeError: out of memory"
-    assert not run_parts(tmp_path, jobs=1)["complete"]
+    monkeypatch.chdir(tmp_path)
+    assert not run_parts(Path("here"), jobs=1)["complete"]
     assert ran == list(PARTS)
     assert len(written) == len(PARTS) - 1
     for kept in (ran, errors, written):
         kept.clear()
-    second = run_parts(tmp_path)
+    second = run_parts(tmp_path / "here")
     assert (ran, second["complete"], list(second["parts"])) == (["delta"], True, list(PARTS))
     assert len(written) == 1
 

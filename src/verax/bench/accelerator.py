@@ -152,7 +152,8 @@ def bench_accelerator(settings: AcceleratorSettings) -> dict[str, Any]:
         InvalidParameterError: for an unknown part, or a CPU without `rehearse`.
         VeraxError: if JAX does not start.
     """
-    folder, rehearse, seconds = settings.folder, settings.rehearse, settings.seconds
+    # Parts run in the checkout, if there is one.
+    folder, rehearse, seconds = settings.folder.absolute(), settings.rehearse, settings.seconds
     check_names("only", settings.only, PARTS)
     names = [name for name in PARTS if name in (settings.only or PARTS)]
     name = "rehearsal" if rehearse else "parts"
