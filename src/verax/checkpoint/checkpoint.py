@@ -35,11 +35,15 @@ _SCHEMES = ("quantization_config", "compression_config")
 """Keys of config.json, or of its `text_config`, for how weights are quantised."""
 
 
-def config_of_floats(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the same model whose weights are floats."""
-    text = config.get("text_config")
-    kept = {**config, "text_config": config_of_floats(text)} if isinstance(text, dict) else config
-    return {key: value for key, value in kept.items() if key not in _SCHEMES}
+def config_of_floats(config: Mapping[str, Any], dtype: str | None = None) -> dict[str, Any]:
+    """config.json of the same model whose weights are floats, of the `dtype` if one is given."""
+    changed: dict[str, Any] = {}
+    if isinstance(text := config.get("text_config"), dict):
+        changed["text_config"] = config_of_floats(text)
+    if dtype is not None:
+        changed["torch_dtype"] = dtype
+    left_out = _SCHEMES if dtype is None else (*_SCHEMES, "dtype")  # as newer versions of transformers call it
+    return {key: value for key, value in {**config, **changed}.items() if key not in left_out}
 
 
 def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -254,10 +254,8 @@ def merge(
             progress(number, len(names))
 
     weights = {name: _merged(opened, name, adapter, changed.get(name), done) for name in names}
-    config = config_of_floats(opened.config)
-    if dtype is not None or opened.packed:
-        config = {**config, "torch_dtype": jnp.dtype(dtype or QUANTIZED_DTYPE).name}
-        config.pop("dtype", None)  # what newer versions of transformers call it
+    merged = jnp.dtype(dtype or QUANTIZED_DTYPE).name if dtype is not None or opened.packed else None
+    config = config_of_floats(opened.config, merged)
     generation = dict(opened.generation_config) or None
     return save(weights, folder, config=config, generation_config=generation, tokenizer_from=opened.folder, dtype=dtype)
 

@@ -130,6 +130,7 @@ def quantize(
         verax quantize Qwen3-0.6B-w8a8 --model Qwen/Qwen3-0.6B --bits 8 --round-inputs
     """
     from verax import builtin, checkpoint, progress
+    from verax.checkpoint.checkpoint import config_of_floats
     from verax.errors import CheckpointError, InvalidParameterError
     from verax.loading import load_causal_lm
     from verax.models import check_dtype, language_config
@@ -148,8 +149,7 @@ def quantize(
         quantized: Any = load_causal_lm(
             opened, dtype=dtype, quantization=precision, quantize_head=not round_inputs, progress=report
         )
-    config = {**language_config(opened.config), "torch_dtype": dtype}
-    config.pop("dtype", None)  # what newer versions of transformers call it
+    config = config_of_floats(language_config(opened.config), dtype)
     if not round_inputs:
         config["tie_word_embeddings"] = False
     folder = checkpoint.save(

@@ -225,12 +225,10 @@ def train_full(
         return batch_loss(recompute_layers(model) if settings.gradient_checkpointing else model, batch)
 
     trained = run.train(loss, params, {})
-    config = {**config_of_floats(language_config(run.opened.config)), "torch_dtype": settings.dtype}
-    config.pop("dtype", None)  # as newer versions of transformers call it
     folder = checkpoint.save(
         rounded(trained),
         output / "model",
-        config=config,
+        config=config_of_floats(language_config(run.opened.config), settings.dtype),
         generation_config=dict(run.opened.generation_config) or None,
         tokenizer_from=run.opened.folder,
     )
