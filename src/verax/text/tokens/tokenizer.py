@@ -199,7 +199,7 @@ class Tokenizer:
 
     def decoded_before(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[int]:
         """The last of some tokens: as many of those that have a text as the text of the next one may depend on."""
-        if self.is_byte_level:
+        if self.is_byte_level or not ids:
             return []
         special = self.special_token_ids if skip_special_tokens else ()
         decoded = (token for token in reversed(ids) if token not in special and self.token(token) is not None)
