@@ -29,7 +29,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from verax.ops._dispatch import vary_alike
 from verax.ops._target import AMPERE, has_compute_capability
 from verax.ops.delta import delta_slot_recurrence
 from verax.ops.delta._inputs import DeltaInputs, StateSlots, l2_normalize
@@ -88,7 +87,7 @@ def walk(
         name=name,
     )
     inputs = (x.reshape(n, m * R, *x.shape[3:]) for x in chunks)
-    after, *results = run(*vary_alike((_firsts(owner, N), states.reshape(shapes[0]), *inputs)))
+    after, *results = run(_firsts(owner, N), states.reshape(shapes[0]), *inputs)
     return after.reshape(states.shape), [a.reshape(n, m, R, *a.shape[2:]) for a in results]
 
 
