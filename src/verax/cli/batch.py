@@ -70,7 +70,7 @@ def batch(
 
     if served.node_rank > 0:
         return served.follow()
-    # What is in flight is bounded here, and a line is in memory already.
+    # Requests in flight are bounded here, and a line is in memory already.
     lifted = ("max_queued_embedding_inputs", "max_body_bytes", "max_video_body_bytes")
     checked = ServerSettings(disable_page=True, **dict.fromkeys(lifted, sys.maxsize), **settings)
     unbounded = {"max_queued_requests": sys.maxsize}

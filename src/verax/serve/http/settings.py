@@ -108,7 +108,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_options(self)
-        # What no request can have would lock everyone out.
+        # A value that no request can have would lock everyone out.
         if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in self.api_keys):
             raise InvalidParameterError("api_keys: expected keys of ASCII characters, not empty, without spaces around")
         for host in self.allowed_hosts:

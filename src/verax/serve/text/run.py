@@ -277,7 +277,7 @@ class Run:
         usage.add(output)
         if usage.completion_tokens:
             record.first_token()
-        # What is new, as a sum over all prompts for the output of each would take longer than a step.
+        # New tokens alone: a sum over all prompts for the output of each would take longer than a step.
         record.prompt_tokens = (record.prompt_tokens or 0) + usage.prompt_tokens - before[0]
         record.completion_tokens = (record.completion_tokens or 0) + usage.completion_tokens - before[1]
         return output

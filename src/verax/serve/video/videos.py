@@ -538,7 +538,7 @@ def _video(job: VideoJob) -> dict[str, Any]:
     settings = ("num_frames", "fps", "num_inference_steps", "guidance_scale", "recipe", "negative_prompt", "seed")
     settings += _CACHES if request.cache is not None else _CACHES[:1]
     settings += ("half_size_steps",) if request.half_size_steps else ()
-    # Of models with two transformers, and of VACE.
+    # Settings of models with two transformers, and of VACE.
     settings += tuple(name for name in ("guidance_scale_2", "conditioning_scale") if getattr(request, name) is not None)
     return {
         "id": job.id,

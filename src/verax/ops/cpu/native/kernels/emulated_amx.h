@@ -62,7 +62,7 @@ inline void emulated_stored(int tile, void* base, int64_t stride) {
   for (int r = 0; r < from.rows; ++r) std::memcpy(static_cast<char*>(base) + r * stride, from.data[r], from.row_bytes);
 }
 
-// y[m, n] += sum over k and i of a[m, 4 k + i] * b[k, 4 n + i], modulo 2^32. Bytes of `a` are signed, those of `b` are B.
+// y[m, n] += sum over k and i of a[m, 4 k + i] * b[k, 4 n + i], modulo 2^32. Bytes of `a` are int8_t, bytes of `b` are B.
 template <typename B>
 void emulated_dot_bytes(int y, int a, int b) {
   EmulatedTile *tiles = emulated_tiles(), &to = tiles[y];
