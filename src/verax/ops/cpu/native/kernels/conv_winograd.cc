@@ -293,60 +293,67 @@ void convolve(const WinogradTask& t, const WinogradBlock& block, void* scratch) 
   }
 }
 
-// A frame of the kernel, for one channel of the input: taps by channels of the output.
-struct KernelFrame {
-  float taps[9][CONV_GROUP];
-};
+// Packed weights of more bytes than this are stored past the caches, which would not keep them.
+constexpr int64_t STREAMED_BYTES = 16 * 1024 * 1024;
 
+// Frames of the kernel that are packed at a time, and rows for their taps or for the four sums of a pair.
+constexpr int64_t FRAMES = 3, ROWS_OF_TAPS = 4 * 9;
+static_assert(ROWS_OF_TAPS >= (FRAMES * 9 + F32::lanes - 1) / F32::lanes * F32::lanes, "whole squares are transposed");
+using Taps = Strided<CONV_GROUP>;
+
+// Taps of frames [kt, kt + frames) for channel c of the input, by channels of the output from `channel` on.
 template <class Weight>
-void load_frame(const WinogradTask& t, int64_t channel, int64_t c, int64_t kt, KernelFrame& frame) {
-  const int64_t count = c >= t.C ? 0 : t.O - channel < CONV_GROUP ? t.O - channel : CONV_GROUP;
-  if (count < CONV_GROUP) std::memset(&frame, 0, sizeof frame);
-  for (int64_t o = 0; o < count; ++o) {
-    const Weight* from = static_cast<const Weight*>(t.weight) + (((channel + o) * t.C + c) * t.KT + kt) * 9;
-    for (int tap = 0; tap < 9; ++tap) {
-      if constexpr (sizeof(Weight) == sizeof(float)) frame.taps[tap][o] = from[tap];
-      else frame.taps[tap][o] = widen(from[tap]);
-    }
+void load_taps(const WinogradTask& t, int64_t channel, int64_t c, int64_t kt, int64_t frames, Taps to) {
+  static constexpr Weight zeros[ROWS_OF_TAPS] = {};
+  const Weight* rows[CONV_GROUP];
+  for (int64_t o = 0; o < CONV_GROUP; ++o) {
+    const bool is_there = c < t.C && channel + o < t.O;
+    rows[o] = is_there ? static_cast<const Weight*>(t.weight) + (((channel + o) * t.C + c) * t.KT + kt) * 9 : zeros;
   }
+  // Whole registers read into the channel of the input after this one, where there is one.
+  const int64_t taps = frames * 9, whole = (taps + F32::lanes - 1) / F32::lanes * F32::lanes;
+  pack_columns<Singles<Weight>>({to.at, to.stride}, rows, rows, CONV_GROUP, c + 1 < t.C ? whole : taps);
 }
 
 // The points of a frame of the kernel.
-template <class Filter>
-void pack_frame(const KernelFrame& frame, float* to, int64_t point_stride) {
+template <class Filter, bool STREAMED>
+void pack_frame(Taps taps, float* to, int64_t point_stride) {
   constexpr int N = Filter::points;
   const auto to_weights = [](const F32(&g)[3], F32(&u)[N]) { Filter::to_weights(g, u); };
   for (int64_t o = 0; o < CONV_GROUP; o += F32::lanes) {
     both_ways<3, N>(
-        to_weights, [&](int k, int l) { return load(&frame.taps[k * 3 + l][o]); },
-        [&](int k, int l, F32 value) { store(to + (k * N + l) * point_stride + o, value); });
+        to_weights, [&](int k, int l) { return load(taps.row(k * 3 + l) + o); },
+        [&](int k, int l, F32 value) {
+          float* at = to + (k * N + l) * point_stride + o;
+          STREAMED ? stream(at, value) : store(at, value);
+        });
   }
 }
 
-template <class Filter, class Weight>
+template <class Filter, class Weight, bool STREAMED>
 void pack(const WinogradTask& t, int64_t begin, int64_t end) {
   const int64_t channels = winograd_channels(t), point_stride = winograd_weights(t) * CONV_GROUP;
+  alignas(64) float memory[ROWS_OF_TAPS * CONV_GROUP];
+  const Taps taps{memory};
   for (int64_t i = begin; i < end; ++i) {
     const int64_t group = i / channels, c = i % channels, channel = (t.group + group) * CONV_GROUP;
     float* to = t.packed + group * winograd_packed_floats(t) + c * CONV_GROUP;
-    KernelFrame frames[4];
-    for (int64_t kt = 0; !t.pairs && kt < t.KT; ++kt) {
-      load_frame<Weight>(t, channel, c, kt, frames[0]);
-      pack_frame<Filter>(frames[0], to + kt * channels * CONV_GROUP, point_stride);
-    }
-    if (!t.pairs) continue;
-    for (int64_t kt = 0; kt < 3; ++kt) load_frame<Weight>(t, channel, c, kt, frames[kt]);
-    for (int64_t o = 0; o < 9 * CONV_GROUP; o += F32::lanes) {
-      const auto at = [&](int64_t frame) { return &frames[frame].taps[0][0] + o; };
-      const F32 g[3] = {load(at(0)), load(at(1)), load(at(2))};
-      F32 sums[4];
-      TwoPixels::to_weights(g, sums);
-      for (int64_t sum = 0; sum < 4; ++sum) store(at(sum), sums[sum]);
-    }
-    for (int64_t sum = 0; sum < 4; ++sum) {
-      pack_frame<Filter>(frames[sum], to + sum * channels * CONV_GROUP, point_stride);
+    for (int64_t kt = 0; kt < t.KT; kt += FRAMES) {
+      const int64_t frames = std::min(FRAMES, t.KT - kt);
+      load_taps<Weight>(t, channel, c, kt, frames, taps);
+      for (int64_t o = 0; t.pairs && o < 9 * CONV_GROUP; o += F32::lanes) {
+        const auto at = [&](int64_t frame) { return taps.row(frame * 9) + o; };
+        const F32 g[3] = {load(at(0)), load(at(1)), load(at(2))};
+        F32 sums[4];
+        TwoPixels::to_weights(g, sums);
+        for (int64_t sum = 0; sum < 4; ++sum) store(at(sum), sums[sum]);
+      }
+      for (int64_t tap = 0; tap < (t.pairs ? 4 : frames); ++tap) {
+        pack_frame<Filter, STREAMED>({taps.row(tap * 9)}, to + (kt + tap) * channels * CONV_GROUP, point_stride);
+      }
     }
   }
+  if (STREAMED) end_stream();
 }
 
 // The case of a task: its filter, and the types of its pixels and weights.
@@ -361,7 +368,11 @@ void convolve(const WinogradTask& t, const WinogradBlock& block, void* scratch) 
 
 template <class Filter>
 void pack(const WinogradTask& t, int64_t begin, int64_t end) {
-  t.weight_bf16 ? pack<Filter, bf16>(t, begin, end) : pack<Filter, float>(t, begin, end);
+  if (4 * t.groups * winograd_packed_floats(t) > STREAMED_BYTES) {
+    t.weight_bf16 ? pack<Filter, bf16, true>(t, begin, end) : pack<Filter, float, true>(t, begin, end);
+  } else {
+    t.weight_bf16 ? pack<Filter, bf16, false>(t, begin, end) : pack<Filter, float, false>(t, begin, end);
+  }
 }
 
 }  // namespace

@@ -66,6 +66,7 @@ inline float widen(half x) {
 
 inline void prefetch(const void* at) { __builtin_prefetch(at); }
 
+
 #if defined(VERAX_PORTABLE)
 
 // Plain loops, of a length that compilers turn into whatever vectors the target has.
@@ -194,6 +195,18 @@ inline F32 mul(F32 a, F32 b) { return {vmulq_f32(a.v, b.v)}; }
 inline F32 fma(F32 a, F32 b, F32 c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
 inline float sum(F32 a) { return vaddvq_f32(a.v); }
 
+#endif
+
+// Stores past the caches, to whole registers' boundaries; and their end, before other threads read.
+#if defined(__AVX512F__) && !defined(VERAX_PORTABLE)
+inline void stream(float* p, F32 a) { _mm512_stream_ps(p, a.v); }
+inline void end_stream() { _mm_sfence(); }
+#elif defined(__AVX2__) && !defined(VERAX_PORTABLE)
+inline void stream(float* p, F32 a) { _mm256_stream_ps(p, a.v); }
+inline void end_stream() { _mm_sfence(); }
+#else
+inline void stream(float* p, const F32& a) { store(p, a); }
+inline void end_stream() {}
 #endif
 
 // to[i] = the sum of a[i], the same to the last bit for any N.
