@@ -3,7 +3,7 @@
 //   for each piece of the kernel that fits the first cache level:  (rows of the kernel, or a part of one)
 //     for each tile of pixels, of channels:
 //       sums += x . w                                              (in registers; the first piece adds to the bias)
-//   y = sums, rounded
+//       after the last piece: y = sums, rounded
 //
 // In channels-last order, what one row of the kernel reads is a run of KW * C values, and the run of the next pixel
 // begins stride * C values later. So the patches of a row of pixels are a matrix without being written out: row r
@@ -112,6 +112,7 @@ void fill(const Patch& patch, const ConvTask& t, const ConvBlock& block) {
 }
 
 // What a tile works on: pixels of one row, which are `stride` cells apart, by channels.
+template <class Element>
 struct Tile {
   const int64_t* rows;
   float* pixels;
@@ -119,81 +120,84 @@ struct Tile {
   float* weights;
   float* sums;
   const float* bias;  // null after the first piece
+  Element* y;         // null before the last piece; pixels are y_stride apart
+  int64_t y_stride;
+  int64_t channels;   // of y
 };
 
-template <class Kind, int R, int C>
-void multiply(const Piece& piece, Tile t) {
+template <class Kind, class Element, int R, int C>
+void multiply(const Piece& piece, Tile<Element> t) {
+  constexpr int CHANNELS = C * F32::lanes;
   F32 sums[R][C];
   VERAX_UNROLL
   for (int r = 0; r < R; ++r)
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) sums[r][c] = zero();
+  // Else the stores would wait for memory, and the products for them.
+  for (int r = 0; t.y && r < R; ++r) prefetch_row(t.y + r * t.y_stride, CHANNELS);
   for (int64_t i = piece.begin; i < piece.end; ++i) {
     const Matrix pixels{t.pixels + t.rows[i] + piece.offset, t.stride}, weights{t.weights, CONV_GROUP};
     add_products<Kind, R, C>(sums, pixels, weights, piece.depth);
     t.weights += piece.depth * CONV_GROUP;
   }
   VERAX_UNROLL
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
+    float* to = t.sums + r * CONV_GROUP;
+    const float* from = t.bias ? t.bias : to;
     VERAX_UNROLL
-    for (int c = 0; c < C; ++c) {
-      float* at = t.sums + r * CONV_GROUP + c * F32::lanes;
-      store(at, add(load(t.bias ? t.bias + c * F32::lanes : at), sums[r][c]));
+    for (int c = 0; c < C; ++c) sums[r][c] = add(load(from + c * F32::lanes), sums[r][c]);
+    if (t.y && t.channels >= CHANNELS) {
+      VERAX_UNROLL
+      for (int c = 0; c < C; ++c) round_to(t.y + r * t.y_stride + c * F32::lanes, sums[r][c]);
+      continue;
     }
+    VERAX_UNROLL
+    for (int c = 0; c < C; ++c) store(to + c * F32::lanes, sums[r][c]);
+    if (t.y) round_row(t.y + r * t.y_stride, to, t.channels);
+  }
 }
 
-template <class Kind, int C, int R = PIXELS<C>>
-void multiply_rows(int64_t rows, const Piece& piece, const Tile& t) {
-  if (rows == R) return multiply<Kind, R, C>(piece, t);
+template <class Kind, int C, int R = PIXELS<C>, class Element>
+void multiply_rows(int64_t rows, const Piece& piece, const Tile<Element>& t) {
+  if (rows == R) return multiply<Kind, Element, R, C>(piece, t);
   if constexpr (R > 1) multiply_rows<Kind, C, R - 1>(rows, piece, t);
 }
 
 // C vectors of channels for all pixels of the block, in tiles of a row that are as even as can be.
-template <class Kind, int C>
-void add_columns(const ConvTask& t, const ConvBlock& block, const Patch& patch, const Piece& piece, float* weights,
-                 float* sums, const float* bias) {
+template <class Kind, int C, class Element>
+void add_columns(const ConvTask& t, const ConvBlock& block, const Patch& patch, const Piece& piece, Tile<Element> tile) {
   const int64_t tiles = (block.width + PIXELS<C> - 1) / PIXELS<C>;
   const int64_t rows = block.width / tiles, more = block.width % tiles;
   for (int64_t h = 0; h < block.height; ++h) {
-    Tile tile{patch.rows, patch.at + h * t.stride_h * patch.row, t.stride_w * patch.pixel, weights, sums, bias};
+    tile.pixels = patch.at + h * t.stride_h * patch.row;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t here = rows + (i < more);
       multiply_rows<Kind, C>(here, piece, tile);
       tile.pixels += here * tile.stride;
       tile.sums += here * CONV_GROUP;
+      if (tile.y) tile.y += here * t.O;
     }
-    sums = tile.sums;
+    if (tile.y) tile.y += (t.W_out - block.width) * t.O;
   }
 }
 
-template <class Kind>
-void add_piece(const ConvTask& t, const ConvBlock& block, const Patch& patch, const Piece& piece, float* weights,
-               int64_t vectors, float* sums, const float* bias) {
+template <class Kind, class Element>
+void add_piece(const ConvTask& t, const ConvBlock& block, const Patch& patch, const Piece& piece, Tile<Element> tile) {
+  int64_t vectors = (tile.channels + F32::lanes - 1) / F32::lanes;
   const auto advance = [&](int64_t by) {
-    weights += by * F32::lanes;
-    sums += by * F32::lanes;
-    if (bias) bias += by * F32::lanes;
+    tile.weights += by * F32::lanes;
+    tile.sums += by * F32::lanes;
+    if (tile.bias) tile.bias += by * F32::lanes;
+    if (tile.y) tile.y += by * F32::lanes;
+    tile.channels -= by * F32::lanes;
     vectors -= by;
   };
-  for (; vectors >= VECTORS; advance(VECTORS)) add_columns<Kind, VECTORS>(t, block, patch, piece, weights, sums, bias);
+  for (; vectors >= VECTORS; advance(VECTORS)) add_columns<Kind, VECTORS>(t, block, patch, piece, tile);
   if (VECTORS > 2 && vectors >= 2) {
-    add_columns<Kind, 2>(t, block, patch, piece, weights, sums, bias);
+    add_columns<Kind, 2>(t, block, patch, piece, tile);
     advance(2);
   }
-  if (vectors) add_columns<Kind, 1>(t, block, patch, piece, weights, sums, bias);
-}
-
-template <class Element>
-void finish(const ConvTask& t, const ConvBlock& block, int64_t channel, int64_t count, const float* sums) {
-  for (int64_t h = 0; h < block.height; ++h) {
-    const int64_t row = ((block.b * t.T_out + block.t) * t.H_out + block.h + h) * t.W_out + block.w;
-    Element* to = static_cast<Element*>(t.y) + row * t.O + channel;
-    for (int64_t w = 0; w < block.width; ++w) {
-      round_row(to, sums, count);
-      to += t.O;
-      sums += CONV_GROUP;
-    }
-  }
+  if (vectors) add_columns<Kind, 1>(t, block, patch, piece, tile);
 }
 
 // Calls `add` with each piece of rows [begin, end) of the kernel, of `run` cells in whole steps, and whether it is the first.
@@ -341,7 +345,7 @@ void convolve_tiles(const ConvTask& t, const ConvBlock& block, const Patch& patc
 template <class Kind, class Element>
 void convolve(const ConvTask& t, const ConvBlock& block, void* scratch) {
   const int64_t CC = cells<Kind>(t.C), height = conv_reach(block.height, t.stride_h, t.KH);
-  const int64_t width = conv_reach(block.width, t.stride_w, t.KW), pixels = block.height * block.width;
+  const int64_t width = conv_reach(block.width, t.stride_w, t.KW);
   float* sums = static_cast<float*>(scratch);
   auto* rows = reinterpret_cast<int64_t*>(sums + conv_sums_floats(block.height, block.width));
   const Patch patch{reinterpret_cast<float*>(rows + conv_kernel_rows(t)), height, width, CC, width * CC, rows};
@@ -352,20 +356,21 @@ void convolve(const ConvTask& t, const ConvBlock& block, void* scratch) {
 #endif
 
   const int64_t run = t.KW * CC, begin = conv_zero_frames(t, block.t) * t.KH, end = t.KT * t.KH;
+  const int64_t pixel = ((block.b * t.T_out + block.t) * t.H_out + block.h) * t.W_out + block.w;
   for (int64_t group = block.group; group < block.group + block.groups; ++group) {
     const int64_t channel = group * CONV_GROUP, count = t.O - channel < CONV_GROUP ? t.O - channel : CONV_GROUP;
-    const int64_t vectors = (count + F32::lanes - 1) / F32::lanes;
     float* weights = t.packed + group * CONV_GROUP * end * run;
     float bias[CONV_GROUP] = {};
     if (t.bias) std::memcpy(bias, t.bias + channel, count * sizeof(float));
-    if (begin == end) {
-      for (int64_t i = 0; i < pixels; ++i) std::memcpy(sums + i * CONV_GROUP, bias, sizeof bias);
-    }
-    for_each_piece<1>(begin, end, run, DEPTH, [&](const Piece& piece, bool first) {
-      add_piece<Kind>(t, block, patch, piece, weights + (piece.begin * run + piece.offset) * CONV_GROUP, vectors, sums,
-                      first ? bias : nullptr);
-    });
-    finish<Element>(t, block, channel, count, sums);
+    const auto add = [&](const Piece& piece, bool first) {
+      const bool last = piece.end == end && piece.offset + piece.depth == run;
+      Tile<Element> tile{rows, nullptr, t.stride_w * CC, weights + (piece.begin * run + piece.offset) * CONV_GROUP, sums,
+                         first ? bias : nullptr, nullptr, t.O, count};
+      if (last) tile.y = static_cast<Element*>(t.y) + pixel * t.O + channel;
+      add_piece<Kind>(t, block, patch, piece, tile);
+    };
+    for_each_piece<1>(begin, end, run, DEPTH, add);
+    if (begin == end) add({end, end, 0, run}, true);  // zero frames only: the bias
   }
 }
 

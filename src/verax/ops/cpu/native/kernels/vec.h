@@ -65,7 +65,12 @@ inline float widen(half x) {
 }
 
 inline void prefetch(const void* at) { __builtin_prefetch(at); }
-
+// Cache lines of `count` values that will be written.
+template <class Element>
+inline void prefetch_row(Element* at, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(Element)) __builtin_prefetch(at + i, 1);
+  __builtin_prefetch(at + count - 1, 1);
+}
 
 #if defined(VERAX_PORTABLE)
 
@@ -197,7 +202,7 @@ inline float sum(F32 a) { return vaddvq_f32(a.v); }
 
 #endif
 
-// Stores past the caches, to whole registers' boundaries; and their end, before other threads read.
+// Stores past the caches, at multiples of a register's size. `end_stream` comes before other threads read.
 #if defined(__AVX512F__) && !defined(VERAX_PORTABLE)
 inline void stream(float* p, F32 a) { _mm512_stream_ps(p, a.v); }
 inline void end_stream() { _mm_sfence(); }
@@ -332,19 +337,25 @@ inline void store_bf16_chunk(float* p, const Bf16Chunk& chunk) { store_chunk(p, 
 
 #endif
 
-// Copies `count` values, unchanged or rounded to bfloat16.
+// Values unchanged or rounded to bfloat16: of a register, and `count` of them.
+inline void round_to(float* to, const F32& a) { store(to, a); }
+inline void round_to(bf16* to, const F32& a) {
+#if defined(VERAX_BF16_DOT) && defined(__ARM_NEON)
+  vst1_u16(to, vreinterpret_u16_bf16(vcvt_bf16_f32(a.v)));
+#elif defined(VERAX_BF16_DOT)
+  const __m256bh rounded = _mm512_cvtneps_pbh(a.v);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<const __m256i&>(rounded));
+#else
+  float values[F32::lanes];
+  store(values, a);
+  for (int i = 0; i < F32::lanes; ++i) to[i] = narrow(values[i]);
+#endif
+}
 inline void round_row(float* to, const float* from, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
 inline void round_row(bf16* to, const float* from, int64_t count) {
   int64_t i = 0;
-#if defined(VERAX_BF16_DOT) && defined(__ARM_NEON)
-  for (; i + F32::lanes <= count; i += F32::lanes) {
-    vst1_u16(to + i, vreinterpret_u16_bf16(vcvt_bf16_f32(load(from + i).v)));
-  }
-#elif defined(VERAX_BF16_DOT)
-  for (; i + F32::lanes <= count; i += F32::lanes) {
-    const __m256bh rounded = _mm512_cvtneps_pbh(load(from + i).v);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), reinterpret_cast<const __m256i&>(rounded));
-  }
+#if defined(VERAX_BF16_DOT)
+  for (; i + F32::lanes <= count; i += F32::lanes) round_to(to + i, load(from + i));
 #endif
   for (; i < count; ++i) to[i] = narrow(from[i]);
 }
