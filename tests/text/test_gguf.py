@@ -42,7 +42,8 @@ QWEN2 = (
 )
 LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+[", r"[^\s\p{L}\p{M}\p{N}]+[")
-SPLITS = {"qwen2": QWEN2, "llama-bpe": LLAMA3, "qwen35": QWEN35}
+SEED_CODER = QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
+SPLITS = {"seed-coder": SEED_CODER, "qwen2": QWEN2, "llama-bpe": LLAMA3, "qwen35": QWEN35}
 
 
 def published(folder, family):
@@ -81,9 +82,15 @@ def both(tmp_path, family, **options):
     return Tokenizer.from_folder(folder), Tokenizer.from_checkpoint(Checkpoint.open(tmp_path / "a.gguf"))
 
 
-@pytest.mark.parametrize("family", ["gpt-2", "qwen2", "qwen35", "llama-bpe", "smollm"])
-def test_ids_and_texts_equal_tokenizer_json(family, tmp_path):
-    theirs, ours = both(tmp_path, family)
+@pytest.mark.parametrize(
+    ("family", "pre"),
+    [
+        *((name, name) for name in ("gpt-2", "qwen2", "qwen35", "llama-bpe", "smollm", "seed-coder")),
+        *(("gpt-2", "mellum"), ("smollm", "minerva-7b"), ("llama-bpe", "midm-2.0")),
+    ],
+)
+def test_ids_and_texts_equal_tokenizer_json(family, pre, tmp_path):
+    theirs, ours = both(tmp_path, family, pre=pre)
     for text in TEXTS:
         for add in (True, False):
             assert ours.encode(text, add_special_tokens=add) == theirs.encode(text, add_special_tokens=add), text

@@ -85,6 +85,9 @@ _DEEPSEEK_LETTERS = (
     "\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
 """Letters with a case, as deepseek-llm's tokenizer.json lists them."""
+_SEED_CODER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -108,11 +111,17 @@ _SYMBOLS = r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 RULES = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "megrez": Rules((_WORDS % "",)),
+    "seed-coder": Rules((_SEED_CODER,)),
+    "minicpm5": Rules((r"\p{N}{1,3}", _WORDS % "+"), whole_words=True),
     "qwen35": Rules((_WORDS_WITH_MARKS,), compose=True),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0"), _LLAMA3
+    ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), Rules((_WORDS % "{1,3}",))),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), Rules((_GPT2,))),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
+    **dict.fromkeys(("mellum", "a.x-4.0", "trillion", "granite-docling"), Rules((_GPT2,))),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     "deepseek-llm": Rules(("[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", _SYMBOLS, r"\s+$", _IDEOGRAPHS, r"\p{N}")),
     "deepseek-coder": Rules(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}")),
     "deepseek-v3": Rules((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3)),
