@@ -363,10 +363,15 @@ def test_a_checkpoint_with_a_vision_tower_answers_texts(kind, tmp_path):
         assert relative(logits(tmp_path / folder, TOKENS), expected_logits(theirs)) < 2e-5
 
 
+AXES = dict(
+    rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 4, 4], "mrope_interleaved": True}
+)
+VISION_LAYERS = {**VISION, "deepstack_visual_indexes": [0]}
+
+
 def test_a_qwen3_vl_answers_texts(tmp_path):
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 4, 4], "mrope_interleaved": True}
-    options = dict(vision_config={**VISION, "deepstack_visual_indexes": [0]}, tie_word_embeddings=True)
-    theirs = with_tower("Qwen3VL", tmp_path, {**HEADS, **TIED, "rope_parameters": rope}, **options)
+    options = dict(vision_config=VISION_LAYERS, tie_word_embeddings=True)
+    theirs = with_tower("Qwen3VL", tmp_path, {**HEADS, **TIED, **AXES}, **options)
     assert "model.visual.pos_embed.weight" in Checkpoint.open(tmp_path).names()
     assert relative(logits(tmp_path, TOKENS), expected_logits(theirs)) < 2e-5
 
@@ -408,6 +413,7 @@ def test_a_mistral_with_a_vision_tower_answers_texts(kind, tied, tmp_path):
         ("Qwen3_5Moe", {**DELTA, **EXPERTS, **SHARED, **HEADS}, dict(vision_config=VISION, tie_word_embeddings=True)),
         ("Mistral3", {**HEADS, "model_type": "mistral"}, dict(vision_config={**TOWER, "model_type": "pixtral"})),
         ("Mistral3", {**HEADS, "model_type": "ministral3"}, dict(vision_config={**TOWER, "model_type": "pixtral"})),
+        ("Qwen3VL", {**HEADS, **AXES}, dict(vision_config=VISION_LAYERS, tie_word_embeddings=True)),
     ],
 )
 def test_transformers_loads_the_language_model_of_a_checkpoint_with_a_vision_tower(kind, text, options, tmp_path):

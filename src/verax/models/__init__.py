@@ -216,6 +216,7 @@ _LANGUAGE_MODELS = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
 """Classes of transformers, by the `model_type` of the language model in a file of a model with a vision tower."""
 
@@ -231,11 +232,18 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     outer = read_value(config, "model_type", str)
     kind = read_value(part, "model_type", str, "mistral" if outer == "mistral3" else f"{outer}_text")
+    if kind == "qwen3_vl_text":  # a Qwen3, whose tokens have one position each where there are no images
+        kind, part = "qwen3", {name: _without_axes(value) for name, value in part.items()}
     if kind not in _LANGUAGE_MODELS:
         raise UnsupportedModelError(f"{file_of(config)}: its language model, {kind!r}, cannot be written by itself")
     shared = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
     kept = {name: config[name] for name in shared if name in config}
     return {**part, **kept, "model_type": kind, "architectures": [_LANGUAGE_MODELS[kind]]}
+
+
+def _without_axes(value: Any) -> Any:
+    """A value of a config.json, without the axes that rotary settings have for images."""
+    return {k: v for k, v in value.items() if not k.startswith("mrope_")} if isinstance(value, dict) else value
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
