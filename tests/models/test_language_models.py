@@ -124,6 +124,12 @@ def test_spellings_of_rotary_settings_agree():
         ("gemma3_text", {"rope_parameters": {SLIDING: {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor 0.5 is"),
         ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "expected settings by kind of layer"),
         ("qwen3", {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": YARN}, "rope_parameters differ"),
+        (
+            "qwen3",
+            {"rope_parameters": {GLOBAL: {"rope_theta": 1e6}}},
+            "rotary settings by kind of layer .full_attention",
+        ),
+        ("gpt_oss", {**MOE, "per_layer_config": {"0": {"sliding_window": 8}}}, "per_layer_config is not supported"),
         ("gemma3_text", {"sliding_window": None}, "no sliding_window is in use"),
         ("gemma3_text", {"head_dim": 15}, "head_dim 15"),
         ("qwen3_5_text", {"layer_types": [LINEAR, SLIDING, GLOBAL]}, "sliding_attention"),

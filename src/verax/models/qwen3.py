@@ -122,6 +122,10 @@ def decoder_fields(
     if (given := config.get(key, known[0])) not in known:
         raise UnsupportedModelError(f"{key} {given!r} is not supported; this family uses {known[0]!r}")
     family = read_value(config, "model_type", str, "")
+    if config.get("per_layer_config") and not family.startswith("gemma4"):
+        raise UnsupportedModelError(
+            f"{file_of(config)}: per_layer_config is not supported; in this family all layers have the same settings"
+        )
     sizes = read_fields(config, Qwen3Config, _REQUIRED)
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     kv_heads = read_value(config, "num_key_value_heads", Size, heads)

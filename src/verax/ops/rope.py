@@ -50,11 +50,15 @@ class RotaryConfig:
         `fraction`: the family's `partial_rotary_factor`, for a file that has none; None if it rotates whole heads.
 
         Raises:
-            UnsupportedModelError: for another `rope_type`, a number that it needs and the file lacks, or a fraction
-                where the family has none.
+            UnsupportedModelError: for another `rope_type`, a number that it needs and the file lacks, a fraction
+                where the family has none, or settings by kind of layer.
             CheckpointError: for a value of a wrong type, or out of range.
         """
         rope = JsonObject(rotary_settings(config), f"{file_of(config)}: rotary settings")
+        if kinds := [name for name, value in rope.items() if isinstance(value, dict)]:
+            raise UnsupportedModelError(
+                f"{rope.where} by kind of layer ({', '.join(kinds)}) are not supported; this family has one rotation"
+            )
         kind = read_value(rope, "rope_type", str, read_value(rope, "type", str, "default"))
         if kind not in _FREQUENCIES:
             raise UnsupportedModelError(
