@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.parity.test_causal_lm import DELTA, GROWING_ROPE, LLAMA3_ROPE, SIZES, TOKENS, spread
+from tests.parity.test_causal_lm import DELTA, GROWING_ROPE, LLAMA3_ROPE, LONG_OLMO, SIZES, TOKENS, spread
 from tests.support import gguf as files
 from tests.support.causal_lm import model_logits, relative, save_reference
 from tests.support.tiny import tiny_checkpoint
@@ -26,6 +26,7 @@ CASES = [
     ("Phi3", "F32", dict(rope_parameters=LONG_ROPE, original_max_position_embeddings=64)),
     ("Ministral3", "F32", dict(head_dim=32, rope_parameters={**GROWING_ROPE, **MSCALE})),
     ("Qwen3Next", "F32", {**DELTA, **EXPERTS}),
+    ("Olmo3", "F32", dict(num_hidden_layers=4, sliding_window=24, rope_parameters=LONG_OLMO)),
     ("Llama", "Q5_1", LLAMA),
     ("Gemma3", "Q8_0", dict(num_hidden_layers=7, head_dim=32, query_pre_attn_scalar=32, sliding_window=24)),
     ("Qwen3", "Q4_K", WIDE),

@@ -559,6 +559,7 @@ def _olmo3(given: Callable[..., Any], kind: str, divisors: Any) -> dict[str, Any
         "model_type": "olmo3",
         "layer_types": _layer_types(given("attention.sliding_window_pattern", 4), given("block_count")),
         "sliding_window": given("attention.sliding_window"),
+        "rope_scaling": None,
         "rope_parameters": {
             "full_attention": {"rope_theta": base, **(_rope_scaling(given, kind, divisors) or {})},
             "sliding_attention": {"rope_theta": given("rope.freq_base_swa", base)},
