@@ -78,6 +78,14 @@ def test_templates_in_a_folder_are_found_by_name_before_the_configured_one(tmp_p
     assert Tokenizer.from_folder(tmp_path).apply_chat_template(HELLO, variable=False) == "new False"
 
 
+def test_the_template_of_a_processor_stands_in_where_no_other_is(tmp_path):
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of the processor"}))
+    tiny_tokenizer(tmp_path, chat_template=None)
+    assert Tokenizer.from_folder(tmp_path).apply_chat_template(HELLO) == "of the processor"
+    tiny_tokenizer(tmp_path, chat_template="own")
+    assert Tokenizer.from_folder(tmp_path).apply_chat_template(HELLO) == "own"
+
+
 @pytest.mark.parametrize("damaged", [{"chat_template": [{"name": "default"}]}, {"added_tokens_decoder": {"1": {}}}])
 def test_a_damaged_configuration_is_named(tmp_path, damaged):
     tiny_tokenizer(tmp_path)

@@ -453,13 +453,17 @@ def _add_missing_tokens(
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name: those in files first, else tokenizer_config.json's one, or its list of named ones."""
+    """Templates by name: those in files, else tokenizer_config.json's one, or its list of named ones.
+
+    A model with a vision tower may have the template in its processor's chat_template.json alone.
+    """
     more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     files = {"default": folder / "chat_template.jinja", **{path.stem: path for path in more}}
     templates = {name: path.read_text(encoding="utf-8-sig") for name, path in files.items() if path.is_file()}
     if templates:
         return templates
-    given = config.get("chat_template")
+    of_processor = read_json(folder / "chat_template.json", optional=True)
+    given = config.get("chat_template") or read_value(of_processor, "chat_template", str, None)
     try:
         if isinstance(given, list):
             return {entry["name"]: entry["template"] for entry in given}
