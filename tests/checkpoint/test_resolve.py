@@ -125,6 +125,7 @@ def test_only_the_files_of_a_checkpoint_are_asked_for(calls, tmp_path):
         "config_sentence_transformers.json",
     ]
     unwanted = ["pytorch_model.bin", "README.md", "original/model.safetensors", "onnx/config.json", "model.gguf"]
+    unwanted += ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
     assert fetched(call, [*wanted, *unwanted]) == wanted
 
 

@@ -44,9 +44,11 @@ _SETTINGS = ("config.json",)
 """Pattern of the file that decides a model's shapes."""
 
 _UNWANTED = ("*/*.safetensors", "*/*.safetensors.index.json", "*/*/*", "tokenizer*/*", "chat_template*/*", "vocab*/*")
-"""Patterns of files that are not fetched: those in folders with second copies of the weights (`original/`, `onnx/`).
+_UNWANTED += ("consolidated*",)
+"""Patterns of files that are not fetched: second copies of the weights, in folders (`original/`, `onnx/`) and by the
+names of Mistral's own code.
 
-They are needed because a star in `_WANTED` matches folders too."""
+Those of folders are needed because a star in `_WANTED` matches folders too."""
 
 _POSSIBLE = "expected a folder with config.json and *.safetensors, a .gguf file, or a hub id (organisation/name)"
 
