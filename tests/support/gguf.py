@@ -94,7 +94,9 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, s
         writer.add_sliding_window(config["sliding_window"])
     writer.add_head_count(config["num_attention_heads"])
     if not config.get("num_global_key_value_heads"):
-        writer.add_head_count_kv(config["num_key_value_heads"])
+        kv_heads = config["num_key_value_heads"]
+        # A dense Granite 4's converter writes a list by layer.
+        writer.add_head_count_kv([kv_heads] * layers if family == "granite" else kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # a Gemma's is by kind of layer

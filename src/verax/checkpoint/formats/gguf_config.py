@@ -214,6 +214,8 @@ def read_config(
 
     def needed(name: str) -> int:
         value, most = metadata[f"{kind}.{name}"], MAX_DEPTH if name == "block_count" else MAX_SIZE
+        if isinstance(value, list) and value and value == value[:1] * len(value):
+            value = value[0]  # a list by layer, of one number
         if not isinstance(value, int) or not 1 <= value <= most:
             raise UnsupportedModelError(
                 f"{kind}.{name}: expected one number for all layers, 1 to {most}, got {value!r}"
