@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 
 ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_vl_text": gguf.MODEL_ARCH.QWEN3VL,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "llama": gguf.MODEL_ARCH.LLAMA,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,

@@ -120,6 +120,7 @@ GEMMA4 = dict(
 )
 FAMILIES = {
     "qwen3": {},
+    "qwen3_vl_text": {},
     "qwen2": {},
     "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     "gemma3_text": {"num_hidden_layers": 7, "sliding_window": 24, "query_pre_attn_scalar": 16},
@@ -424,11 +425,12 @@ WITHOUT_EFFECT = frozenset(
         *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.alpha"),
         *("pooling_type", "classifier.pooling_type", "classifier.output_labels"),
         *("expert_used_count", "expert_group_count", "expert_group_used_count", "rope.dimension_sections"),
+        "n_deepstack_layers",
     }
 )
 """Keys without effect on a language model of these architectures: the embeddings have the size of the vocabulary,
-poolings and labels are of encoders, `rope.scaling.alpha` is of Hunyuan's models, and sections of the rotation are of
-positions in images."""
+poolings and labels are of encoders, `rope.scaling.alpha` is of Hunyuan's models, and sections of the rotation and
+deepstack layers are of images."""
 
 SOURCES = {"gpt-oss": "openai-moe"}
 """Names of llama.cpp's files, where they differ from the architecture's."""
@@ -437,7 +439,7 @@ SOURCES = {"gpt-oss": "openai-moe"}
 @pytest.mark.parametrize(
     "architecture",
     [
-        *("qwen3", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2", "phi3"),
+        *("qwen3", "qwen3vl", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2", "phi3"),
         *("qwen3moe", "qwen2moe", "gpt-oss", "gemma4", "qwen35", "qwen35moe", "qwen3next", "mistral3"),
     ],
 )

@@ -22,6 +22,7 @@ _MODEL_TYPES = {
     **{"smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2", "phi3": "phi3"},
     **{"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3moe": "qwen3_moe"},
     **{"gpt-oss": "gpt_oss", "gemma4": "gemma4_text", "qwen2moe": "qwen2_moe", "mistral3": "ministral3"},
+    "qwen3vl": "qwen3",  # whose images are in a file of their own
     "qwen3next": "qwen3_5_moe_text",  # whose projections are apart in such files, as Qwen3.5's are
 }
 """config.json's `model_type` by `general.architecture`, for those that are supported."""
