@@ -167,6 +167,26 @@ def test_the_class_of_some_models_is_not_read(make, kind, model, tmp_path):
     assert_same(tmp_path, model)
 
 
+@pytest.mark.parametrize("names", [{}, {"transformers_version": "5.1.0"}, {"model_type": "llama"}])
+@pytest.mark.parametrize("make", [qwen, tiny_tokenizer])
+def test_words_of_mistral_s_old_files_are_corrected_where_they_say_so(make, names, tmp_path):
+    make(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary |= {f"[unused {i}]": len(vocabulary) + i for i in range(100_001)}
+    content["model"]["merges"].append(["x", "A"])
+    vocabulary["xA"] = len(vocabulary)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mistral3", "transformers_version": "4.57.1", **names})
+    )
+    change(tmp_path, "tokenizer_config.json", {"fix_mistral_regex": True})
+    theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path), ours.Tokenizer.from_folder(tmp_path)
+    text = "xAb CamelCase it's 12"
+    assert tokenizer.encode(text) == theirs(text)["input_ids"]
+    assert ("xA" in map(tokenizer.token, tokenizer.encode(text))) == bool(names)
+
+
 OWN = {"tokenizer_class": "Qwen2Tokenizer", "auto_map": {"AutoTokenizer": ["tokenization_qwen.Qwen2Tokenizer", None]}}
 ENDED = [(make, {"tokenizer_class": kind}) for make in (llama, old_llama) for kind in ours._ENDED]
 

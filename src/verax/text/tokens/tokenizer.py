@@ -22,7 +22,7 @@ from verax.fields import Count, file_of, read_value
 from verax.files import read_json
 from verax.sampling_fields import MAX_LOGIT_BIAS
 from verax.text.tokens import chat_template
-from verax.text.tokens.gguf import read_gguf_tokenizer
+from verax.text.tokens.gguf import RULES, read_gguf_tokenizer
 
 _TokenIds = Annotated[Count | tuple[Count, ...], msgspec.Meta(description="a token id, or a list of them")]
 
@@ -378,8 +378,21 @@ def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder:
         backend.decoder = decoders.Sequence(
             [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
         )
+    if read_value(config, "fix_mistral_regex", bool, False) and _has_old_words(backend, model_config):
+        words = pre_tokenizers.Split(tokenizers.Regex(RULES["tekken"].patterns[0]), "isolated")
+        if isinstance(before, pre_tokenizers.Metaspace):
+            parts = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        # The first of several parts cuts words.
+        backend.pre_tokenizer = pre_tokenizers.Sequence([words, *(parts[1:] or parts)])
     backend.encode_special_tokens = read_value(config, "split_special_tokens", bool, False)
     return read_value(config, "model_input_names", tuple[str, ...], names)
+
+
+def _has_old_words(backend: tokenizers.Tokenizer, model_config: Mapping[str, Any]) -> bool:
+    """True for a tokenizer of Mistral's whose words `fix_mistral_regex` corrects: of before transformers 5."""
+    mistral = model_config.get("model_type") in ("mistral", "mistral3", "ministral")
+    old = read_value(model_config, "transformers_version", str, "4.").startswith("4.")
+    return mistral and old and backend.get_vocab_size() > 100_000 and backend.pre_tokenizer is not None
 
 
 def _append_end(backend: tokenizers.Tokenizer, end: str | None) -> None:
