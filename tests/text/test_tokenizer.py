@@ -40,6 +40,8 @@ def test_ends_of_text_are_gathered_from_every_file(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 9]}')
     assert Tokenizer.from_folder(tmp_path).eos_token_ids == {1, 7, 9}
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 8}}')
+    assert Tokenizer.from_folder(tmp_path).eos_token_ids == {1, 8, 9}
 
 
 def test_missing_and_damaged_files_are_named(tmp_path):

@@ -288,8 +288,12 @@ class Tokenizer:
 
 
 def eos_token_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
-    """Tokens that end a text. `configs`: contents of configuration files: config.json, generation_config.json."""
-    listed = (read_value(config, "eos_token_id", _TokenIds, ()) for config in configs)
+    """Tokens that end a text. `configs`: contents of configuration files: config.json, generation_config.json.
+
+    A model with a vision tower may have them in its `text_config`.
+    """
+    parts = (part for config in configs for part in (config, read_value(config, "text_config", dict, {})))
+    listed = (read_value(part, "eos_token_id", _TokenIds, ()) for part in parts)
     return frozenset(token for ids in listed for token in ((ids,) if isinstance(ids, int) else ids))
 
 
