@@ -3,12 +3,13 @@
 Latents of two transformers are compared with diffusers' in tests/parity/test_video_pipeline.py.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from verax import VideoPipeline, VideoRequest
 from verax.errors import InvalidParameterError, VeraxError
@@ -173,6 +174,15 @@ def test_segments_of_other_weights_are_refused_by_name(folders, tmp_path):
     for pipe, name in ((of_file(2), "lora"), (of_file(1, quantization="int8"), "quantization")):
         with pytest.raises(InvalidParameterError, match=f"resume: .* is of another clip: {name} was"):
             pipe(PROMPTS[0], resume=made, **SIZE)
+
+
+def test_segments_of_another_checkpoint_of_the_same_name_are_refused(folders, stopped, tmp_path):
+    folder = folders("df")
+    other = shutil.copytree(folder, tmp_path / folder.name)
+    path = other / "transformer/diffusion_pytorch_model.safetensors"
+    save_file({name: 1.1 * weight for name, weight in load_file(path).items()}, path)
+    with pytest.raises(InvalidParameterError, match=r"resume: .* is of another clip: weights was"):
+        VideoPipeline(other, dtype="float32", show_progress=False)(PROMPTS, resume=stopped, **LONG)
 
 
 def test_a_file_of_something_else_is_refused(pipes, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 
 from verax import builtin, models, ops, progress
 from verax._compat import enable_compilation_cache
+from verax.checkpoint.checkpoint import fingerprint
 from verax.checkpoint.lora import lora_fingerprint
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError, RequestRefusedError
@@ -176,6 +178,7 @@ class VideoPipeline:
         self._picture = Previewer(stages, geometry.pixels_per_latent)
         self.mesh: Mesh | None = clip_devices
         self._show_progress = show_progress
+        self._folder = folder
         self._origin = {
             **{"model": folder.name, "kind": settings.kind, "reference": family.rules.name, "dtype": dtype},
             **{"quantization": quantization, "vae": vae},
@@ -233,7 +236,8 @@ class VideoPipeline:
         # 3. Run its stages.
         segments = len(resolved.segments(self.geometry))
         reporter = RunReporter(resolved.callback, resolved.fps, segments, self._show_progress, self._picture)
-        return run_request(resolved, self.parts, reporter, self._origin)
+        origin = self._origin if resolved.resume is None else {**self._origin, "weights": self._weights}
+        return run_request(resolved, self.parts, reporter, origin)
 
     def calibrate(self, request: VideoRequest) -> MagCurve:
         """Measure MagCache's curve of the checkpoint: run a request's steps, and compare each step's residual with the
@@ -289,6 +293,12 @@ class VideoPipeline:
     def denoiser(self) -> Denoiser:
         """Programs of the transformer; of the first, if there are several."""
         return self.parts.denoisers[0]
+
+    @cached_property
+    def _weights(self) -> str:
+        """Digests of the transformers' weights in the folder, without LoRA."""
+        networks = self.parts.model.transformers
+        return " ".join(fingerprint(self._folder.checkpoint(network.folder)) for network in networks)
 
     def _check_memory(self, request: ResolvedRequest) -> None:
         """Raise RequestRefusedError if a request does not fit in the free memory."""
