@@ -411,6 +411,31 @@ def test_whole_differences_are_added(key, name, base, tmp_path):
     assert_sum(got, base, name, 2 * difference)
 
 
+@pytest.mark.parametrize("prefix", ["diffusion_model.", "lora_unet_"])
+def test_keys_of_an_image_encoder_are_left_out_for_a_transformer_without_one(prefix, base, tmp_path, caplog):
+    def key(name):
+        return prefix + (name if prefix.endswith(".") else name.replace(".", "_"))
+
+    images = {
+        f"{key('blocks.0.cross_attn.k_img')}.lora_down.weight": draw(RANK, 6),
+        f"{key('blocks.0.cross_attn.k_img')}.lora_up.weight": draw(6, RANK),
+        f"{key('blocks.0.cross_attn.v_img')}.diff_b": draw(6),
+        f"{key('blocks.0.cross_attn.norm_k_img')}.diff": draw(6),
+        f"{key('img_emb.proj.1')}.diff": draw(6, 6),
+    }
+    query, path = {f"{key('blocks.0.self_attn.q')}.diff": draw(6, 6, seed=9)}, tmp_path / "lora.safetensors"
+    with pytest.raises(CheckpointError, match=r"no weight of the transformer for .*v_img"):
+        with_file(base, query | images, path)  # a transformer with k_img, whose v_img is missing
+    weights = {name: base.read(name) for name in SHAPES if "_img" not in name}
+    save_file(weights, tmp_path / "base" / "model.safetensors")
+    plain = Checkpoint.open(tmp_path / "base")
+    got = with_file(plain, query | images, path)
+    np.testing.assert_array_equal(got.read(Q_WEIGHT), plain.read(Q_WEIGHT).astype(np.float32) + draw(6, 6, seed=9))
+    assert [f"{path}: 5 keys are for an image encoder" in text for text in caplog.messages] == [True]
+    with pytest.raises(CheckpointError, match=r"no weight of the transformer for .*k_img"):
+        with_file(plain, images, path)
+
+
 @pytest.mark.parametrize(
     ("said", "factor"),
     [

@@ -17,11 +17,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -40,6 +41,8 @@ from verax.checkpoint.video.parts import PARTS, WRAPPERS
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Finite, read_value
 from verax.files import JsonObject, atomic_path, read_json, write_json
+
+_log = logging.getLogger("verax.checkpoint")
 
 CONFIG = "adapter_config.json"
 SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -388,6 +391,9 @@ _PREFIXES = re.compile(
 )
 """Prefixes of names by PEFT, ComfyUI, diffusers, DiffSynth, kohya and LyCORIS."""
 
+_OF_IMAGES = re.compile(r"(^|_)(img_emb|image_embedder|[kv]_img|norm_[kq]_img|add_[kv]_proj|norm_added_[kq])(_|$)")
+"""Modules, in names by `_plain`, that a transformer with an image encoder alone has."""
+
 
 class _Key(NamedTuple):
     """Key of a file: the module that it names, and its part in a change of one of the module's parameters.
@@ -532,6 +538,9 @@ def _changed(name: str, checkpoint: Checkpoint, changes: Sequence[_Change]) -> D
 def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint:
     """A transformer's checkpoint with LoRA files, whose changes are added to the weights when these are read.
 
+    Keys of modules for an image encoder are left out, with a warning, where the transformer attends to none: files made
+    from Wan2.1's image to video have them, LightX2V's for Wan2.2's among these (ModelTC/LightX2V#1246).
+
     `checkpoint`: checkpoint of a transformer by the original's names, from `VideoFolder.checkpoint`. `files`: LoRA
     files (safetensors) or PEFT's folders, each with a factor on its changes; the changes of all files are added.
 
@@ -542,6 +551,7 @@ def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint
     names = PARTS["transformer"].names(checkpoint.config)
     aliases = {alias: name for name in checkpoint.names() for alias in (name, *(names.forward(name) or ()))}
     targets = {_plain(alias): name for alias, name in aliases.items()}
+    has_images = any(map(_OF_IMAGES.search, targets))
     changes: dict[str, list[_Change]] = {}
     for path, scale in files.items():
         path = _file_of(path)
@@ -549,9 +559,17 @@ def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint
         for (name, _), change in by_weight.items():
             change.check(name, checkpoint.shape(name))
             changes.setdefault(name, []).append(change)
+        if by_weight and not has_images and (left_out := [key for key in unmatched if _OF_IMAGES.search(_plain(key))]):
+            _warn_of_images(path, len(left_out))
+            unmatched = [key for key in unmatched if key not in left_out]
         if unmatched:
             raise _unmatched_error(path, unmatched, aliases)
     return checkpoint.with_files({name: _changed(name, checkpoint, some) for name, some in changes.items()})
+
+
+@cache  # once for a file, which is opened for each transformer, and again when their weights are read
+def _warn_of_images(path: Path, keys: int) -> None:
+    _log.warning("%s: %d keys are for an image encoder, which this model does not have: they are left out", path, keys)
 
 
 def lora_fingerprint(path: Path) -> str:
