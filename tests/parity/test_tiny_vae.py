@@ -1,5 +1,7 @@
 """TAEHV's tiny decoder against its published architecture in torch, with random weights."""
 
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -74,7 +76,7 @@ def pair(request):
     config = CONFIGS[request.param]
     reference = Reference(config)
     shapes = {name: tuple(weight.shape) for name, weight in reference.state_dict().items()}
-    assert TinyDecoderConfig.from_shapes(shapes, "file") == config
+    assert TinyDecoderConfig.from_shapes(shapes, Path("file")) == config
     ours = TinyDecoder(config, rngs=nnx.Rngs(0))
     state = nnx.to_flat_state(nnx.state(ours))
     assert {".".join(map(str, path)) for path, _ in state} == set(shapes)

@@ -49,6 +49,16 @@ def test_the_tiny_decoder_decodes_the_clips_latents(pipe, pipes):
     assert {stage.stage: stage.weights for stage in stages}["decode"] == pipe.stages.decoder.size
 
 
+def test_lightx2vs_tiny_decoder_decodes_latents_that_are_not_normalised(pipe, folders, tmp_path):
+    path = decoder_file(tmp_path / "lighttaew2_1.safetensors")
+    other = VideoPipeline(folders("t2v"), dtype="float32", vae=f"tiny={path}", show_progress=False)
+    vae, draw = other.parts.model.vae.config, np.random.default_rng(0)
+    latents = draw.standard_normal((1, 16, 3, 2, 4)).astype(np.float32)
+    mean, std = (np.array(values, np.float32)[:, None, None, None] for values in (vae.latents_mean, vae.latents_std))
+    np.testing.assert_allclose(decoded(other, latents), decoded(pipe, latents * std + mean), atol=1e-5)
+    assert np.abs(decoded(other, latents) - decoded(pipe, latents)).max() > 0.1
+
+
 @pytest.mark.parametrize(
     ("choice", "error", "message"),
     [

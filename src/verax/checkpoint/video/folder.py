@@ -52,8 +52,8 @@ TOKENIZER = "google/umt5-xxl"
 """Its folder in the original layout."""
 SETTINGS = "verax.json"
 """Name of verax's own settings file: defaults of a model that is not of the published sizes."""
-_TINY_DECODER = re.compile(r"taew\d_\d\.safetensors")
-"""Names of TAEHV's files, which may be next to a transformer of any name."""
+_TINY_DECODER = re.compile(r"(light)?taew\d_\d\.safetensors")
+"""Names of TAEHV's and LightX2V's files, which may be next to a transformer of any name."""
 _ONE_OF_TWO = re.compile(r"(?i)^(?!.*lora).*(high|low)[-_.]?noise")
 """Names of files with one of the two transformers of Wan 2.2."""
 _COMFY = "model.diffusion_model."

@@ -315,7 +315,9 @@ class WanVideoModel(VideoModel):
             transformers=transformers,
             vae=Network("vae", "video VAE", WanVae, vae),
             tiny_decoder=TinyDecoderKind(
-                "taew2_2" if vae.pixels_per_latent == 16 else "taew2_1", TinyDecoder, TinyDecoderConfig.from_shapes
+                "taew2_2" if vae.pixels_per_latent == 16 else "taew2_1",
+                TinyDecoder,
+                partial(TinyDecoderConfig.from_shapes, vae=vae),
             ),
         )
 

@@ -1,15 +1,18 @@
 """TAEHV's tiny decoder (madebyollin/taehv, `taew2_1` and `taew2_2`): latents of Wan's VAEs to frames at a small cost.
 
 Module paths are the keys of the published files, whose encoder is not used. The decoder takes the latents as the
-transformer has them, normalised. A block sees its input and its input one frame ago, so that the decoder is causal in
-time and can be run in chunks of frames of any size, with the same result.
+transformer has them, normalised; LightX2V's decoders of the same layout (`lighttaew2_1`, `lighttaew2_2`) were trained
+for the latents of the VAE, whose mean and standard deviation are not taken out. A block sees its input and its input
+one frame ago, so that the decoder is causal in time and can be run in chunks of frames of any size, with the same
+result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from jaxtyping import Array, Float
 
 from verax import ops
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.models.wan.vae import WanVaeConfig
 from verax.models.wan.vae_layers import ByPlace, Tails, chunk_sizes, in_chunks, in_tiles
 from verax.nn import Conv2d
 
@@ -40,12 +44,15 @@ class TinyDecoderConfig:
         widths: channels of each of the four levels; between two, height and width double.
         frames: factor of the number of frames between two levels.
         patch: height and width of the squares of pixels that are channels of the last layer.
+        latents_mean, latents_std: of each channel, for a decoder of latents that are not normalised; else empty.
     """
 
     z_dim: int = 16
     widths: tuple[int, int, int, int] = (256, 128, 64, 64)
     frames: tuple[int, int, int] = (1, 2, 2)
     patch: int = 1
+    latents_mean: tuple[float, ...] = ()
+    latents_std: tuple[float, ...] = ()
 
     @property
     def frames_per_latent(self) -> int:
@@ -67,8 +74,14 @@ class TinyDecoderConfig:
         return -(-depth // 8)
 
     @classmethod
-    def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]], where: object) -> TinyDecoderConfig:
-        """Read the sizes off the shapes of a file's weights; `where` names the file in messages."""
+    def from_shapes(
+        cls, shapes: Mapping[str, tuple[int, ...]], where: Path, *, vae: WanVaeConfig | None = None
+    ) -> TinyDecoderConfig:
+        """Read the sizes off the shapes of a file's weights.
+
+        `where`: path of the file, whose name alone says that it is LightX2V's, as in its own code. `vae`: VAE of the
+        latents.
+        """
         if "decoder.1.conv.0.weight" in shapes:
             raise UnsupportedModelError(
                 f"{where}: TAEHV's super decoder is not implemented; use the file without _super"
@@ -84,7 +97,10 @@ class TinyDecoderConfig:
             raise CheckpointError(f"{where}: not a decoder of TAEHV: {names[4]} has {colors} output channels")
         first, second, third = (out // size for out, size, *_ in grown)
         a, b, c, d = (shapes[name][0] for name in names[:4])
-        return cls(shapes[names[0]][1], (a, b, c, d), (first, second, third), patch)
+        config = cls(shapes[names[0]][1], (a, b, c, d), (first, second, third), patch)
+        if vae is None or "lighttae" not in where.name:
+            return config
+        return replace(config, latents_mean=vae.latents_mean, latents_std=vae.latents_std)
 
 
 class _Conv(Conv2d):
@@ -159,6 +175,8 @@ class TinyDecoder(nnx.Module):
             raise InvalidParameterError(
                 f"latents: expected [B, F, h, w, {self.config.z_dim}], none zero, got {list(latents.shape)}"
             )
+        if self.config.latents_std:
+            latents = latents * jnp.array(self.config.latents_std) + jnp.array(self.config.latents_mean)
         first, size = chunk_sizes(latents.shape[1], chunk)
         if tile is None:
             return in_chunks(self._frames, latents, first, size)
