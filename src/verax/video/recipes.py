@@ -63,7 +63,7 @@ RECIPES: Mapping[str, Recipe] = {
   (`WanStepDistillScheduler`).
 - `self-forcing`: Self-Forcing (arXiv:2506.08009), its timesteps warped by the shift; all frames are denoised together.
 - `causvid`: CausVid (arXiv:2412.07772), the bidirectional DMD of its configurations.
-- `fastwan`: FastVideo's DMD for Wan 2.1 and 2.2's 5B (`DmdDenoisingStage`).
+- `fastwan`: FastVideo's DMD for Wan 2.2's 5B, and LoRA files of Wan 2.1's (`DmdDenoisingStage`).
 """
 
 

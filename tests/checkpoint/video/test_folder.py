@@ -198,6 +198,13 @@ def test_scales_that_fit_no_weight_are_named(changes, says, original):
         scaled(original, **changes)[1].checkpoint("transformer")
 
 
+def test_weights_of_sparse_attention_are_refused(diffusers):
+    path = next(diffusers.glob(_TRANSFORMER))
+    save_file(load_file(path) | {"blocks.0.to_gate_compress.bias": np.zeros(8, np.float32)}, path)
+    with pytest.raises(UnsupportedModelError, match=r"blocks\.0\.to_gate_compress\.bias is of video sparse attention"):
+        VideoFolder(diffusers).checkpoint("transformer")
+
+
 @pytest.mark.parametrize("place", ["tensor", "header"])
 def test_comfyuis_rotated_weights_are_refused(place, original):
     weights = tensors("transformer")

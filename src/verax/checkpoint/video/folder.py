@@ -44,7 +44,7 @@ from verax.checkpoint.video.parts import (
     scheduler_solver,
 )
 from verax.checkpoint.video.quantized import GGUFPart, open_quantized, umt5_config, umt5_tokenizer, wan_config
-from verax.errors import CheckpointError
+from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Epsilon, Positive, file_of, read_value
 from verax.files import model_name, read_json
 
@@ -375,6 +375,11 @@ def _by_original_names(
     files, kept = open_quantized(files, rounds_inputs=part.original == PARTS["transformer"].original)
     names, keys = part.names(config), dict[str, str]()
     for key, file in files.items():
+        if ".to_gate_compress." in key:
+            raise UnsupportedModelError(
+                f"{file.path}: {key} is of video sparse attention (VSA), which is not supported; take a checkpoint of "
+                "full attention, such as FastWan2.2-TI2V-5B-FullAttn"
+            )
         name = _PREFIXES.sub("", WRAPPERS.sub("", key))
         if not any((part.dropped.search(name), names.forward(name), names.backward(name))):
             name = key.removeprefix(_COMFY)  # another family's, whose names may begin so themselves
