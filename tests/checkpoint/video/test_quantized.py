@@ -81,12 +81,25 @@ def test_the_layouts_of_both_programs_are_read(written, tmp_path):
     assert_equal(held, stored, {name for name, weight in weights.items() if of_blocks(name, weight)})
 
 
-def test_a_transformer_without_config_json_is_described_by_its_shapes(tmp_path):
-    write_gguf(tmp_path / "wan.gguf", weights_of(WanModel, WAN), "Q8_0", architecture="wan", matrices=of_blocks)
+@pytest.mark.parametrize(
+    ("config", "pipeline"),
+    [
+        (WAN, "WanPipeline"),
+        (replace(WAN, in_dim=36), "WanImageToVideoPipeline"),
+        (replace(WAN, in_dim=36, image_dim=64), "WanImageToVideoPipeline"),
+        (replace(WAN, in_dim=36, image_dim=64, image_positions=10), "WanImageToVideoPipeline"),
+        (replace(WAN, num_layers=6, vace_layers=(0, 3)), "WanVACEPipeline"),
+    ],
+    ids=["t2v", "i2v-a14b", "i2v", "flf2v", "vace"],
+)
+def test_a_transformer_without_config_json_is_described_by_its_shapes(config, pipeline, tmp_path):
+    weights = weights_of(WanModel, config)
+    write_gguf(tmp_path / "wan.gguf", weights, "Q8_0", architecture="wan", matrices=of_blocks)
     folder = original(tmp_path)
-    assert WanConfig.from_hf(folder.config("transformer")) == WAN
-    assert folder.pipeline == "WanPipeline"
+    assert WanConfig.from_hf(folder.config("transformer")) == config
+    assert folder.pipeline == pipeline
     assert is_video_folder(tmp_path)
+    assert loaded(folder, "transformer", WanModel, config).keys() == weights.keys()
 
 
 @pytest.mark.parametrize("llama_cpp", [True, False])

@@ -234,12 +234,24 @@ def wan_config(shapes: Mapping[str, tuple[int, ...]], where: Path) -> dict[str, 
         }
     except (KeyError, IndexError) as error:
         raise CheckpointError(f"{where}: not a Wan transformer, and no config.json with it: {error} missing") from error
-    layers = [int(match[1]) for name in shapes if (match := re.match(r"blocks\.(\d+)\.", name))]
+
+    def count(blocks: str) -> int:
+        return 1 + max(
+            (int(match[1]) for name in shapes if (match := re.match(rf"{blocks}\.(\d+)\.", name))), default=-1
+        )
+
+    layers, control_layers = count("blocks"), count("vace_blocks")
     kind = "i2v" if channels > sizes["out_dim"] else "ti2v" if channels == 48 else "t2v"
-    image = shapes.get("img_emb.proj.1.weight")
-    config = {"_class_name": "WanModel", "model_type": kind, **sizes, "num_layers": max(layers) + 1}
+    image, positions = shapes.get("img_emb.proj.1.weight"), shapes.get("img_emb.emb_pos")
+    config = {"_class_name": "WanModel", "model_type": kind, **sizes, "num_layers": layers}
     if kind == "i2v":
         config["image_dim"] = None if image is None else image[1]
+    if positions is not None:
+        config |= {"model_type": "flf2v", "pos_embed_seq_len": positions[1]}
+    if control_layers and (control := shapes.get("vace_patch_embedding.weight")):
+        # At even distances in all published models: every second layer of 30, every fifth of 40.
+        every = [*range(0, layers, layers // control_layers or 1)]
+        config |= {"_class_name": "VaceWanModel", "model_type": "vace", "vace_layers": every, "vace_in_dim": control[1]}
     if "fps_embedding.weight" in shapes or re.search(r"(?i)skyreels", str(where)):
         config["inject_sample_info"] = "fps_embedding.weight" in shapes
     return config
