@@ -27,6 +27,15 @@ def controls(frames=10):
     return np.random.default_rng(2).integers(0, 256, (frames, 20, 40, 3), np.uint8)
 
 
+class Tensor:
+    """PyTorch's tensor of bfloat16, which NumPy cannot read."""
+
+    shape = (1, 512, 16)
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
 def test_defaults_come_from_the_checkpoint_and_frames_are_bytes(pipes):
     clip = pipes("t2v")("a red circle", num_inference_steps=2)
     assert clip.frames.shape == (9, 16, 32, 3)
@@ -231,6 +240,10 @@ HALF = dict(height=32, width=64, num_inference_steps=4, half_size_steps=2)
         *(
             ("t2v", {"prompt": None, "prompt_embeds": np.zeros(shape)}, "prompt_embeds: .* got shape")
             for shape in ((1, 512, 16, 7), (1, 0, 16), (512, 16))
+        ),
+        *(
+            (kind, {"prompt": "a", name: Tensor()}, f"{name}: cannot be read as an array: .*BFloat16; give float32")
+            for kind, name in (("i2v", "image"), ("t2v", "latents"), ("t2v", "negative_prompt_embeds"), ("df", "video"))
         ),
         ("i2v", {"image": picture(), "last_image": picture()}, "last_image: needs a model for first and last frame"),
         ("flf2v", {"image": picture()}, "last_image: this model needs the last frame in addition to the first"),

@@ -48,7 +48,7 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
     `image`: a path, a PIL.Image, or an array `[H, W, 3]`, uint8 or floats in 0..1.
     """
     if hasattr(image, "__array__"):  # NumPy's and JAX's arrays, and not Pillow's images
-        return _pixels(np.asarray(image), name, "[height, width, 3]")
+        return _pixels(as_array(image, name), name, "[height, width, 3]")
     pil = require_optional("PIL.Image")
     if isinstance(image, pil.Image):
         return _rgb(image, name)
@@ -65,6 +65,14 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
         raise
     except Exception as error:
         raise InvalidParameterError(f"{name}: {image} cannot be read as an image: {error}") from error
+
+
+def as_array(values: Any, name: str) -> np.ndarray:
+    """NumPy's array of another library's, which may not allow it: PyTorch's of bfloat16, or with gradients."""
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidParameterError(f"{name}: cannot be read as an array: {error}; give float32") from error
 
 
 def _rgb(image: Any, name: str) -> UInt8[np.ndarray, "H W 3"]:
@@ -125,7 +133,7 @@ def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H
         clip = sorted(files, key=_natural_order)
     if isinstance(clip, Sequence):
         return _stack([read_image(frame, name=f"{name}: frame {i}") for i, frame in enumerate(clip)], name), None
-    return _pixels(np.asarray(clip), name, "[frames, height, width, 3]"), None
+    return _pixels(as_array(clip, name), name, "[frames, height, width, 3]"), None
 
 
 def _natural_order(file: Path) -> tuple[list[str | int], str]:

@@ -176,6 +176,9 @@ def resolve_request(request: VideoRequest, model: VideoModel, *, follow_picture:
     for name in ("image", "last_image"):
         if values[name] is not None:
             values[name] = images.read_image(values[name], name=name)
+    for name in ("latents", "prompt_embeds", "negative_prompt_embeds"):
+        if hasattr(values[name], "__array__"):
+            values[name] = images.as_array(values[name], name)
     if request.video is not None:
         values["video"], rate = images.read_clip(request.video)
         values["fps"] = _own_rate(rate, values["fps"])
