@@ -251,7 +251,10 @@ HALF = dict(height=32, width=64, num_inference_steps=4, half_size_steps=2)
         ("flf2v", {"image": picture(), "last_image": picture(), "num_frames": 1}, "num_frames: expected more than one"),
         *(
             ("t2v", {name: value}, f"{name}: needs a VACE model .*; this one is t2v")
-            for name, value in (("mask", "m.png"), ("reference_images", [picture()]), ("conditioning_scale", 0.5))
+            for name, value in (
+                *(("mask", "m.png"), ("mask", [])),
+                *(("reference_images", [picture()]), ("conditioning_scale", 0.5)),
+            )
         ),
         ("vace", {"image": picture()}, "image: a VACE model takes pictures as reference_images, or as frames of video"),
         ("vace", {"last_image": picture()}, "last_image: needs a model for first and last frame"),
@@ -295,6 +298,8 @@ HALF = dict(height=32, width=64, num_inference_steps=4, half_size_steps=2)
             )
         ),
         ("t2v", {"recipe": "lightning"}, "recipe: expected one of lightx2v, self-forcing, causvid, fastwan, got"),
+        ("t2v", {"recipe": ["lightx2v"]}, "recipe: expected one of lightx2v, self-forcing, causvid, fastwan, got"),
+        ("t2v", {"callback": "print"}, "callback: expected a function, got str"),
         *(
             ("t2v", {"sigmas": value}, "sigmas: expected falling numbers")
             for value in ("1,x", [0.5, 0.75], [1.5, 0.75], [1, 0.5, 0], [], [1, float("nan")], 3)

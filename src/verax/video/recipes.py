@@ -76,7 +76,7 @@ def with_recipe(request: R) -> R:
     given: Any = request
     if given.recipe is None:
         return request
-    if given.recipe not in RECIPES:
+    if not isinstance(given.recipe, str) or given.recipe not in RECIPES:
         raise InvalidParameterError(f"recipe: expected one of {', '.join(RECIPES)}, got {given.recipe!r}")
     settings = RECIPES[given.recipe].settings
     for name, value in {**settings, "guidance_scale_2": 1.0}.items():

@@ -173,6 +173,8 @@ def resolve_request(request: VideoRequest, model: VideoModel, *, follow_picture:
     request = with_recipe(request)
     values = {name: declared.check(getattr(request, name)) for name, declared in options_of(VideoRequest).items()}
     values["prompt"] = _read_prompts(request.prompt)
+    if request.callback is not None and not callable(request.callback):
+        raise InvalidParameterError(f"callback: expected a function, got {type(request.callback).__name__}")
     for name in ("image", "last_image"):
         if values[name] is not None:
             values[name] = images.read_image(values[name], name=name)
@@ -265,7 +267,8 @@ def _read_control(request: VideoRequest, model: VideoModel, video: np.ndarray | 
     if not layers:
         for name in ("mask", "reference_images", "conditioning_scale"):
             value = getattr(request, name)
-            if value is not None and not (isinstance(value, tuple | list) and not value):
+            left_out = isinstance(value, tuple | list) and not value and name != "mask"
+            if value is not None and not left_out:
                 raise InvalidParameterError(f"{name}: needs a VACE model (such as Wan2.1-VACE); {_this_is(model)}")
         return {"reference_images": ()}
     if pictures is None or isinstance(pictures, str) or not isinstance(pictures, Sequence):
