@@ -1,8 +1,9 @@
-"""Files written whole or not at all, and JSON files read with errors that name them."""
+"""Files written whole or not at all, JSON files read with errors that name them, and values that JSON has."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -54,6 +55,15 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file with an indent of two spaces, whole or not at all."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def json_value(value: Any) -> Any:
+    """Value as JSON has it: with None for floats that are not finite, and lists for tuples."""
+    if isinstance(value, dict):
+        return {key: json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def cache_folder() -> Path | None:

@@ -185,3 +185,14 @@ def test_the_command_fails_if_a_side_of_ours_is_slower(bench, tmp_path, scale, s
     ended, out, _ = bench("compare", *paths, "--json")
     assert (ended, json.loads(out)["regressions"]) == (status, ["short / verax"] * status)  # and not the baseline's
     assert ("**slower**" in bench("compare", *paths)[1]) == bool(status)
+
+
+def test_json_has_none_for_a_run_that_finished_nothing(bench, tmp_path):
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, rate in zip(paths, (100.0, 0.0), strict=True):
+        content = timed()
+        content["short"]["cases"][0]["sides"]["verax"]["rates"] = [rate] * 10
+        path.write_text(json.dumps({"subject": "text", "results": content}))
+    _, out, _ = bench("compare", *paths, "--json")
+    row = json.loads(out, parse_constant=pytest.fail)["rows"][0]
+    assert (row["verdict"], row["new_s"], row["ratio"]) == ("slower", None, None)

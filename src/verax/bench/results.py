@@ -32,7 +32,7 @@ import jinja2
 import numpy as np
 
 from verax.errors import InvalidParameterError
-from verax.files import write_text
+from verax.files import json_value, write_text
 
 ENOUGH_RUNS = 10
 """Counted rounds of a result to be relied upon; where one round is long there are fewer, and pages say so."""
@@ -216,7 +216,7 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
     results = read_results(path) if path.exists() else {}
     results[result["name"]] = dict(result)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"subject": subject, "results": results}, indent=1)
+    text = json.dumps(json_value({"subject": subject, "results": results}), indent=1)
     # A list of numbers or cells, of which a result is full, takes one line.
     write_text(path, re.sub(r"\[[^][{}]*\]", lambda numbers: re.sub(r"\n\s*", " ", numbers[0]), text) + "\n")
     return path

@@ -62,8 +62,9 @@ for _name, _subject in SUBJECTS.items():
 def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
     """Print a result as its page or as JSON, and write it if there is a folder; status 1 if it is not `complete`."""
     from verax.bench.results import markdown, write
+    from verax.files import json_value
 
-    sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else markdown(result))
+    sys.stdout.write(json.dumps(json_value(result), indent=2) + "\n" if as_json else markdown(result))
     if output is not None:
         typer.echo(f"written: {write(result, output)}", err=True)
     if not result.get("complete", True):

@@ -16,6 +16,7 @@ from verax.compare.align import Alignment, Pair
 from verax.compare.outputs import LogitsComparison, VectorsComparison, ratio
 from verax.compare.trace import OBJECT, OUTPUT, TEXT, Trace
 from verax.errors import InvalidParameterError
+from verax.files import json_value
 
 MAX_REL = 1e-4
 """Bound on the relative L2 error of every layer in float32, where none is given."""
@@ -231,7 +232,7 @@ class Comparison:
 
         def row(row: Row) -> dict[str, Any]:
             fields = asdict(row) | {"errors": row.errors._asdict(), "own": row.own._asdict() if row.own else None}
-            return _plain(fields | {"ratio": row.ratio})
+            return json_value(fields | {"ratio": row.ratio})
 
         first = self.first
         return {
@@ -245,7 +246,7 @@ class Comparison:
             "faults": [row.name for row in self.faults],
             "about": self.about,
             "peak_memory_gb": None if self.peak_memory is None else self.peak_memory / 1e9,
-            "output": None if self.judged is None else _plain(self.judged.to_dict()),
+            "output": None if self.judged is None else json_value(self.judged.to_dict()),
             "compared": {"outputs": len(self.outputs), "layers": len(self.rows) - len(self.outputs)},
             "rows": list(map(row, self.rows)),
             "fused": list(map(row, self.fused)),
@@ -290,14 +291,6 @@ def measure_rows(
 def some(names: Sequence[str], most: int = 6) -> str:
     """The first of some names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return list(map(_plain, value)) if isinstance(value, tuple | list) else value
 
 
 AT_ONCE = 1 << 20

@@ -15,6 +15,7 @@ import numpy as np
 from verax import progress
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
+from verax.files import json_value
 
 WINDOW = 11
 """Side of SSIM's Gaussian window in pixels: scikit-image's, for a standard deviation of 1.5."""
@@ -96,8 +97,8 @@ class VideoComparison:
             "verdict": self.verdict,
             "identical_frames": self.identical_frames,
             "worst_frame": self.worst_frame,
-            "psnr": _finite(self.clip_psnr),
-            "worst_psnr": _finite(self.psnr[self.worst_frame]),
+            "psnr": json_value(self.clip_psnr),
+            "worst_psnr": json_value(self.psnr[self.worst_frame]),
             "ssim": self.clip_ssim,
             "worst_ssim": min(self.ssim),
             "mse": sum(self.mse) / self.frames,
@@ -109,7 +110,7 @@ class VideoComparison:
                 "relative": self.relative_difference,
             },
             "by_frame": [
-                {"mse": mse, "psnr": _finite(psnr), "ssim": ssim}
+                {"mse": mse, "psnr": json_value(psnr), "ssim": ssim}
                 for mse, psnr, ssim in zip(self.mse, self.psnr, self.ssim, strict=True)
             ],
             "definitions": DEFINITIONS,
@@ -209,7 +210,3 @@ def _check(name: str, clip: np.ndarray) -> None:
     low, high = float(clip.min()), float(clip.max())
     if not (low >= 0 and high <= 1):  # not `<` and `>`, which NaN passes
         raise InvalidParameterError(f"{name}: expected uint8, or floats from 0 to 1, got {low:g} to {high:g}")
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

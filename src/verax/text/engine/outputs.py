@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+from verax.files import json_value
 
 
 @dataclass
@@ -172,7 +173,7 @@ class RequestOutput:
 
         Times become durations in seconds. A log-probability of -inf becomes None.
         """
-        result = _finite(dataclasses.asdict(self))
+        result = json_value(dataclasses.asdict(self))
         if self.metrics is not None:
             result["metrics"] = {
                 "time_to_first_token": self.metrics.time_to_first_token,
@@ -181,12 +182,3 @@ class RequestOutput:
                 "num_accepted_tokens": self.metrics.num_accepted_tokens,
             }
         return result
-
-
-def _finite(value: Any) -> Any:
-    """The value with None for floats that are not finite, which JSON lacks."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
