@@ -207,6 +207,18 @@ def test_products_of_an_encoder_are_those_of_a_formula_by_hand():
     assert {row["part"] for row in result["weights"]} == {"embedding", "attention", "feed-forward", "norms"}
 
 
+def test_an_encoder_of_a_language_model_has_heads_and_windows_of_its_own():
+    """With transformers' window to both sides: tokens that are half of `sliding_window` apart see each other."""
+    sizes = {"head_dim": 48, "use_bidirectional_attention": True, **WINDOWED}
+    flops, T = {}, 20
+    for window in (10, 2 * T):
+        config = tiny_config("gemma3_text", **sizes | {"sliding_window": window})
+        model = Described("tiny", "embedding", config)
+        flops[window] = plan_embed(model, DEVICE, batch_size=1, max_length=T)["programs"][0]["flops"]
+    unseen = sum(abs(query - key) > 5 for query in range(T) for key in range(T))
+    assert flops[2 * T] - flops[10] == 4 * config["num_attention_heads"] * 48 * 2 * unseen
+
+
 def test_weights_on_a_cpu_are_those_of_a_loaded_encoder_with_the_rows_that_fill_panels(tmp_path):
     folder = tiny_encoder(tmp_path / "model", hidden_size=64)
     encoder = Encoder(folder, show_progress=False)

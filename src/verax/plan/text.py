@@ -18,6 +18,7 @@ from verax.errors import InvalidParameterError
 from verax.loading import model_shapes
 from verax.models import DTYPES, causal_lm, check_dtype, encoder
 from verax.models.causal_lm import config_on_devices, layer_heads, sliding_windows
+from verax.models.qwen3 import FULL, SLIDING
 from verax.nn.parallel import fitting_sizes
 from verax.ops._target import DeviceMemory
 from verax.ops.paged import page_bytes
@@ -257,7 +258,9 @@ def plan_embed(
         "weights": sum(part.nbytes for part in parts),
         "states": FLOAT32_BYTES * batch_size * tokens * config.hidden_size,
     }
-    products = 2 * tokens * multiplied(shapes)[0] + 4 * config.hidden_size * _scores(config, tokens)
+    heads = config.num_attention_heads
+    width = heads * getattr(config, "head_dim", config.hidden_size // heads)
+    products = 2 * tokens * multiplied(shapes)[0] + 4 * width * _scores(config, tokens)
     read = sum(part.nbytes for part in parts_of(shapes) if part.part != "embedding")
     program = program_row(
         f"{batch_size} sentences of {tokens} tokens",
@@ -278,10 +281,12 @@ def plan_embed(
 
 def _scores(config: Any, tokens: int) -> int:
     """Pairs of a query and a key that it sees, over the layers that attend; recurrent layers are not counted."""
-    kinds = getattr(config, "layer_types", None) or ("full_attention",) * config.num_hidden_layers
-    reach = getattr(config, "local_attention", 0) // 2
-    seen = sum(min(tokens, at + reach + 1) - max(0, at - reach) for at in range(tokens))
-    return kinds.count("full_attention") * tokens**2 + kinds.count("sliding_attention") * seen
+    kinds = getattr(config, "layer_types", None) or (FULL,) * config.num_hidden_layers
+    local = getattr(config, "local_attention", 0) // 2
+    reaches = getattr(config, "sliding_windows", None) or [local if kind == SLIDING else tokens for kind in kinds]
+    seen = lambda reach: sum(min(tokens, at + reach + 1) - max(0, at - reach) for at in range(tokens))
+    pairs = zip(kinds, reaches, strict=True)
+    return sum(seen(tokens if reach is None else reach) for kind, reach in pairs if kind in (FULL, SLIDING))
 
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
