@@ -59,6 +59,14 @@ def test_all_requests_are_accounted_for_and_the_result_is_written_read_and_compa
         assert words in page
 
 
+def test_a_server_that_stays_gets_other_prompts_and_prefixes_each_time():
+    server = FakeServer()
+    for _ in range(2):
+        load_server(server, concurrency="1", num_requests=3, warmup=0, checks=0, prefix_tokens=8)
+    prompts = [tuple(body["prompt"]) for body in server.bodies]
+    assert (len(set(prompts)), len({prompt[:8] for prompt in prompts})) == (6, 2)
+
+
 def test_failures_are_shown_by_kind():
     broken = FakeServer(faults=dict.fromkeys(range(100), "429") | {2: "cut"})
     page = markdown(load_server(broken, concurrency="2", num_requests=6, warmup=0))

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,8 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
     url, against, loads = settings.url, settings.against, load_test.make_loads(settings)
     program = find_llama_server(settings.llama_server) if "llama.cpp" in against else ""
     precision = settings.quantization or settings.dtype
+    # A server that was there before may have kept the prompts of an earlier benchmark in its prefix cache.
+    seed = 0 if url is None else secrets.randbits(32)
     _raise_open_files()
     benchmark, gguf, cases = Benchmark("serve"), None, []
     stack, chosen = contextlib.AsyncExitStack(), "verax serve" if url is None else "server"
@@ -100,7 +103,7 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
             client = runner.run(connect(own) if own else start(chosen, partial(serve_command, argument, engine)))
             sides[chosen] = partial(run_load, client.complete)
             run = lambda side, load, number: runner.run(
-                sides[side](load, draw_requests(traffic, number), number=number)
+                sides[side](load, draw_requests(traffic, number, seed=seed), number=number)
             )
             for number, load in enumerate(loads):
                 case, answers = _run_case(run, load, list(sides), chosen, number, settings)

@@ -95,14 +95,14 @@ Ask = Callable[[Request], Awaitable[Answer]]
 """Function that sends one request and returns its answer."""
 
 
-def draw_requests(traffic: TrafficSettings, run: int = 0) -> Iterator[Request]:
+def draw_requests(traffic: TrafficSettings, run: int = 0, *, seed: int = 0) -> Iterator[Request]:
     """Endless requests of one run: another run has other prompts after the same prefixes.
 
-    Answers that a server kept of one run are then of no use in the next one.
+    Answers that a server kept of one run are then of no use in the next one. With another seed, prefixes differ too.
     """
     sizes, vocab_size = (traffic.num_prefixes, traffic.prefix_tokens), traffic.vocab_size
-    prefixes = np.random.default_rng([0, 0]).integers(FIRST_TOKEN, vocab_size, sizes)
-    rng = np.random.default_rng([0, 1, run])
+    prefixes = np.random.default_rng([seed, 0]).integers(FIRST_TOKEN, vocab_size, sizes)
+    rng = np.random.default_rng([seed, 1, run])
     for number in itertools.count():
         own = rng.integers(FIRST_TOKEN, vocab_size, traffic.input_tokens)
         prefix = prefixes[rng.integers(traffic.num_prefixes)]
