@@ -19,6 +19,7 @@ from tests.support.hosts import SIZES, ended, free_port, join, spawn
 from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from verax import LLM, AsyncLLM, SamplingParams, checkpoint
 from verax.errors import HostsError, InvalidParameterError
+from verax.text import hosts
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.llm import tensor_meshes
 from verax.text.hosts import Address, Group, Link
@@ -143,6 +144,15 @@ def test_an_address_that_another_process_listens_at_is_refused():
             HostsError, match=f"^master_addr: rank 0 cannot listen at {address}: Address already in use"
         ):
             Group.join(config, {})
+
+
+@pytest.mark.parametrize(("name", "warns"), [("leader", True), ("localhost", False), ("127.0.0.1", False)])
+def test_a_name_that_no_other_host_reaches_is_a_warning(name, warns, monkeypatch, caplog):
+    """Debian's /etc/hosts has 127.0.1.1 for the name of the host itself."""
+    number = {"leader": "127.0.1.1"}.get(name, "127.0.0.1")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **options: [(0, 0, 0, "", (number, 0))])
+    hosts._check_free(f"{name}:{free_port()}")
+    assert ("master_addr: leader is 127.0.1.1 here" in caplog.text) == warns
 
 
 def test_a_host_with_fewer_devices_is_named(monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ipaddress
 import logging
 import os
 import socket
@@ -411,9 +412,18 @@ def _join_jax(config: EngineConfig) -> None:
 
 
 def _check_free(coordinator: str) -> None:
-    """Check that rank 0 can listen at its address: JAX would crash, or wait with another rank 0 for the same ranks."""
+    """Check that rank 0 can listen at its address: JAX would crash, or wait with another rank 0 for the same ranks.
+
+    A name that is this host alone is a warning: the name of a host often is, by its own /etc/hosts.
+    """
     try:
-        host = _numeric(coordinator)
+        host, name = _numeric(coordinator), urlsplit(f"//{coordinator}").hostname
+        if ipaddress.ip_address(host).is_loopback and name not in (host, "localhost"):
+            _log.warning(
+                "master_addr: %s is %s here, where no other host can connect; if there are others, give its number",
+                name,
+                host,
+            )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, urlsplit(f"//{coordinator}").port or 0), family=family).close()
     except OSError as error:
