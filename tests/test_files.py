@@ -1,9 +1,12 @@
 """Files are written whole or not at all, and a JSON file that cannot be read is named."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from verax.errors import CheckpointError
-from verax.files import atomic_path, model_name, read_json, write_json, write_text
+from verax.files import atomic_path, cache_folder, model_name, read_json, write_json, write_text
 
 
 def test_a_file_appears_when_the_block_ends_and_leaves_nothing_else(tmp_path):
@@ -100,3 +103,23 @@ def test_a_local_model_is_named_without_its_place(tmp_path, monkeypatch, path, n
     if path.endswith(".json"):
         assert model_name(".") == name
     assert model_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize(
+    ("named", "home", "found"),
+    [
+        (None, "/home/a", "/home/a/.cache/verax"),
+        ("~/b", "/home/a", "/home/a/b"),
+        ("/c", None, "/c"),
+        ("", "/home/a", None),
+        (None, None, None),
+    ],
+)
+def test_caches_lie_where_the_variable_says_and_a_user_without_a_home_has_none(monkeypatch, named, home, found):
+    for name, value in (("VERAX_CACHE_DIR", named), ("HOME", home)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if home is None:  # nor an entry in /etc/passwd
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert cache_folder() == (None if found is None else Path(found))

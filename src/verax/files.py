@@ -67,9 +67,15 @@ def json_value(value: Any) -> Any:
 
 
 def cache_folder() -> Path | None:
-    """Folder of verax's caches: `VERAX_CACHE_DIR`, or `~/.cache/verax`; None if the variable is empty: no caches."""
-    home = os.environ.get("VERAX_CACHE_DIR", str(Path("~/.cache/verax").expanduser()))
-    return Path(home) if home else None
+    """Folder of verax's caches: `VERAX_CACHE_DIR`, or `~/.cache/verax`.
+
+    None if the variable is empty, or the user has no home: no caches.
+    """
+    home = os.environ.get("VERAX_CACHE_DIR", "~/.cache/verax")
+    try:
+        return Path(home).expanduser() if home else None
+    except RuntimeError:  # a number without an entry, as containers often run with
+        return None
 
 
 class JsonObject(dict[str, Any]):

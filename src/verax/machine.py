@@ -61,7 +61,7 @@ def fingerprint() -> dict[str, Any]:
         "memory_available_gib": round(psutil.virtual_memory().available / 2**30, 1),
         "platform": platform_name,
         "devices": [f"{device.device_kind} ({device})" for device in jax.devices()],
-        "compilation_cache": (compilation_cache() or "off until a model is loaded").replace(str(Path.home()), "~"),
+        "compilation_cache": _from_home(compilation_cache() or "off until a model is loaded"),
         "environment": {name: os.environ[name] for name in THREAD_SETTINGS if name in os.environ},
     }
     if clocks := _cpu_clocks():
@@ -69,6 +69,14 @@ def fingerprint() -> dict[str, Any]:
     if platform_name == "gpu" and (gpus := _gpu_facts()):
         facts["gpus"] = gpus
     return facts
+
+
+def _from_home(path: str) -> str:
+    """Path with `~` for the user's home, which need not be in results."""
+    try:
+        return f"~/{Path(path).relative_to(Path.home())}"
+    except (ValueError, RuntimeError):  # it lies elsewhere, or the user has no home
+        return path
 
 
 def _cpu_clocks() -> dict[str, int]:

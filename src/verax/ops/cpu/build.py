@@ -237,8 +237,8 @@ class _Objects:
 
     def __init__(self, cxx: list[str], includes: list[str], folder: Path):
         self.cxx, self.includes, self.folder = cxx, includes, folder
-        home = os.environ.get("VERAX_CACHE_DIR", str(Path("~/.cache/verax").expanduser()))
-        self.cache = Path(home) / "build" if home else None
+        home = os.environ.get("VERAX_CACHE_DIR", "~/.cache/verax")
+        self.cache = Path(home).expanduser() / "build" if home else None
         version = subprocess.run([*cxx, "--version"], capture_output=True, text=True, check=False).stdout
         self.compiler = f"{shutil.which(cxx[0])} {' '.join(cxx[1:])} {architecture(cxx)} {version}"
         self.include_folders = [Path(flag) for flag in includes if not flag.startswith("-")]
