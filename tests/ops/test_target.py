@@ -1,5 +1,7 @@
 """Programs traced on this machine for devices that are not attached to it."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
@@ -39,6 +41,49 @@ def test_the_device_with_the_least_free_memory_counts(monkeypatch):
     monkeypatch.setattr(_target, "_device_memory", memory.get)
     assert [local.least_memory(count) for count in (1, 2, 3, 4)] == [memory[0], memory[1], memory[1], None]
     assert local.memory == memory[0]
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "memory"),
+    [
+        # Version 2: a container, whose group is the root that it sees; a service in a slice with a lower limit.
+        (
+            "0::/",
+            {"memory.max": 8000, "memory.current": 5000, "memory.stat": "anon 2000\nactive_file 2500"},
+            (5500, 8000),
+        ),
+        (
+            "0::/a.slice/b.service",
+            {
+                **{"a.slice/memory.max": 4000, "a.slice/memory.current": 4100},
+                **{"a.slice/memory.stat": "inactive_file 50", "a.slice/b.service/memory.max": "max"},
+            },
+            (0, 4000),
+        ),
+        # Version 1: the path is the host's, and the container sees its own group in the place of the root.
+        (
+            "9:name=systemd:/docker/c\n4:memory:/docker/c\n0::/",
+            {
+                **{"memory/memory.limit_in_bytes": 9000, "memory/memory.usage_in_bytes": 1000},
+                "memory/memory.stat": "active_file 1\ntotal_active_file 100\ntotal_inactive_file 200",
+            },
+            (8300, 9000),
+        ),
+        ("0::/", {"memory.max": 1 << 62, "memory.current": 0, "memory.stat": ""}, (10_000, 20_000)),
+        ("0::/", {}, (10_000, 20_000)),
+        (None, {}, (10_000, 20_000)),
+    ],
+)
+def test_a_container_has_the_memory_of_its_control_group(groups, files, memory, tmp_path, monkeypatch):
+    for name, text in {"groups": groups, **{f"tree/{name}": text for name, text in files.items()}}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            path.write_text(f"{text}\n")
+    monkeypatch.setattr(_target, "_GROUPS_OF_PROCESS", tmp_path / "groups")
+    monkeypatch.setattr(_target, "_GROUPS", tmp_path / "tree")
+    monkeypatch.setattr(_target.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000, total=20_000))
+    assert _target.host_memory() == memory
 
 
 @pytest.mark.parametrize(

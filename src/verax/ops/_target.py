@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -165,8 +166,43 @@ def _least_memory(num_devices: int) -> DeviceMemory | None:
 
 def _device_memory(device: Any) -> DeviceMemory | None:
     if device.platform == "cpu":
-        host = psutil.virtual_memory()
-        return DeviceMemory(free=host.available, total=host.total)
+        return host_memory()
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     return None if limit is None else DeviceMemory(free=limit - stats.get("bytes_in_use", 0), total=limit)
+
+
+_GROUPS_OF_PROCESS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+"""Control groups that this process is in, and all of them (man 7 cgroups): containers and services limit memory so."""
+
+
+def host_memory() -> DeviceMemory:
+    """Bytes of this machine, or of the control group with the least memory that this process is in."""
+    machine = psutil.virtual_memory()
+    memories = DeviceMemory(machine.available, machine.total), *_group_memories()
+    return DeviceMemory(*map(min, zip(*memories, strict=True)))
+
+
+def _group_memories() -> Iterator[DeviceMemory]:
+    """Bytes of each control group that has a limit, by either version of the interface, and of the groups around it."""
+    try:
+        lines = _GROUPS_OF_PROCESS.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers:
+            root, names = _GROUPS, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = _GROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = root / path.strip("/")
+        for folder in (group, *group.parents[: len(group.relative_to(root).parts)]):
+            try:
+                limit, used = (int((folder / name).read_text()) for name in names)
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # a container sees its own group as the root; "max" is no limit
+                continue
+            # Pages of files, which count as used, are given up when memory is short. Totals are of version 1.
+            cached = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in ("active_file", "inactive_file"))
+            yield DeviceMemory(max(0, limit - used + cached), limit)

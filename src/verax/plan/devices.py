@@ -112,9 +112,8 @@ def find_device(
 
 
 def _this_machine(memory: float | None, bandwidth: float | None, flops: float | None) -> Device:
-    import psutil
-
     from verax import machine
+    from verax.ops._target import host_memory
 
     rates, source = {"bfloat16": flops or 0.0}, "the command line"
     if bandwidth is None or flops is None:
@@ -123,7 +122,7 @@ def _this_machine(memory: float | None, bandwidth: float | None, flops: float | 
         if flops is None:
             names = ("bfloat16", "float32")
             rates = {name: measured[f"matmul_{name}_gflop_per_s"] * GB for name in names}
-    total = round(memory or psutil.virtual_memory().total)
+    total = round(memory or host_memory().total)
     return Device("cpu", "cpu", "cpu", total, bandwidth, rates, source)
 
 
