@@ -171,7 +171,7 @@ def test_options_of_another_engine_are_named(tiny_folder, compiled, options, mes
 
 def test_a_prefix_cache_of_states_is_refused_where_no_program_keeps_them(hybrid_llm):
     planned = hybrid_llm.engine.runner.config
-    compiled = CompiledPrograms(Path("programs"), {}, replace(planned, num_kept_states=0))
+    compiled = CompiledPrograms(Path("programs"), {}, replace(planned, num_kept_states=0), {})
     assert compiled.sizes_for(planned, EngineConfig()).num_kept_states == 0
     with pytest.raises(InvalidParameterError, match="enable_prefix_caching: programs has no programs that keep"):
         compiled.sizes_for(planned, EngineConfig(enable_prefix_caching=True))
@@ -225,9 +225,23 @@ def test_a_damaged_folder_is_an_error_that_names_it(tiny_folder, compiled, tmp_p
     with pytest.raises(InvalidParameterError, match=r"programs: .* verax compile -o FOLDER makes one"):
         start(tiny_folder, programs=tmp_path)
     folder = shutil.copytree(compiled[0], tmp_path / "programs")
-    (folder / "decode_1x1.bin").write_bytes(b"no pickle")
-    with pytest.raises(InvalidParameterError, match=r"decode_1x1.bin cannot be loaded"):
-        start(tiny_folder, programs=folder)
+    program = (folder / "decode_1x1.bin").read_bytes()
+    for changed in (b"no pickle", program[:-1], program[:25] + b"?" + program[26:], None):
+        (folder / "decode_1x1.bin").unlink()
+        if changed is not None:
+            (folder / "decode_1x1.bin").write_bytes(changed)
+        with pytest.raises(InvalidParameterError, match=r"decode_1x1.bin cannot be loaded"):
+            start(tiny_folder, programs=folder)
+
+
+def test_a_program_of_another_folder_is_refused(compiled, tmp_path):
+    """Of a model of the same shapes with another base of rotation, it takes the same arguments."""
+    other = tiny_checkpoint(tmp_path / "model", rope_theta=500.0)
+    folder = tmp_path / "programs"
+    start(other, structured_outputs=True, **SIZES).write_programs(folder)
+    shutil.copy(compiled[0] / "decode_1x1.bin", folder)
+    with pytest.raises(InvalidParameterError, match=r"decode_1x1.bin cannot be loaded \(it is not the file that was"):
+        start(other, programs=folder)
 
 
 @pytest.mark.parametrize("option", [{"enable_lora": True}, {"data_parallel_size": 2}, {"tensor_parallel_size": 2}])

@@ -431,11 +431,15 @@ SOURCES = ("models", "nn", "ops", "text")
 
 @dataclass(frozen=True)
 class CompiledPrograms:
-    """Folder of compiled programs. `made_for`: what the programs depend on in addition to the sizes."""
+    """Folder of compiled programs.
+
+    `made_for`: what the programs depend on in addition to the sizes. `digests`: of the files, by name.
+    """
 
     folder: Path
     made_for: Mapping[str, Any]
     sizes: RunnerConfig
+    digests: Mapping[str, str]
 
     @classmethod
     def open(cls, folder: str | Path) -> CompiledPrograms:
@@ -443,7 +447,7 @@ class CompiledPrograms:
         path = Path(folder) / MANIFEST
         try:
             manifest = json.loads(path.read_text(encoding="utf-8"))
-            return cls(path.parent, manifest["made_for"], _read_sizes(manifest["sizes"]))
+            return cls(path.parent, manifest["made_for"], _read_sizes(manifest["sizes"]), manifest["digests"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidParameterError(
                 f"programs: {folder} has no {MANIFEST} that can be read ({error}); verax compile -o FOLDER makes one"
@@ -493,12 +497,16 @@ class CompiledPrograms:
     def _load(self, name: str) -> Any:
         path = self.folder / f"{name}.bin"
         try:
-            executable, arguments, results = pickle.loads(path.read_bytes())
+            data = path.read_bytes()
+            # Another file may be a program of the same arguments, and give other numbers.
+            if _digest(data) != self.digests.get(name):
+                raise ValueError("it is not the file that was written into this folder")
+            executable, arguments, results = pickle.loads(data)
             # Without it, JAX takes all devices of the host for those of the program.
             device = jax.local_devices()[:1]
             trees = jax.tree.structure(arguments), jax.tree.structure(results)
             return serialize_executable.deserialize_and_load(executable, *trees, execution_devices=device)
-        except (OSError, pickle.UnpicklingError, EOFError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise InvalidParameterError(
                 f"programs: {path} cannot be loaded ({error}); compile again with verax compile"
             ) from error
@@ -549,16 +557,21 @@ def write_programs(
     check_replaceable(folder)
     with atomic_path(folder) as partial:
         partial.mkdir(parents=True)
-        names = []
+        digests = {}
         for name, compiled in programs:
             executable, arguments, results = serialize_executable.serialize(compiled)
             # Structures of trees have no form of their own in files; trees of numbers do.
             trees = [jax.tree.unflatten(tree, range(tree.num_leaves)) for tree in (arguments, results)]
-            (partial / f"{name}.bin").write_bytes(pickle.dumps((executable, *trees)))
-            names.append(name)
-        manifest = {"made_for": _made_for(model), "sizes": _plain(dataclasses.asdict(sizes))}
+            data = pickle.dumps((executable, *trees))
+            (partial / f"{name}.bin").write_bytes(data)
+            digests[name] = _digest(data)
+        manifest = {"made_for": _made_for(model), "sizes": _plain(dataclasses.asdict(sizes)), "digests": digests}
         write_json(partial / MANIFEST, manifest)
-    return [folder / f"{name}.bin" for name in names]
+    return [folder / f"{name}.bin" for name in digests]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _made_for(model: AbstractModel) -> dict[str, Any]:
@@ -580,7 +593,7 @@ def _made_for(model: AbstractModel) -> dict[str, Any]:
             "jaxlib": JAXLIB,
             "verax": version("verax"),
             "model": {"class": type(config).__name__, **dataclasses.asdict(config)},
-            "weights": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
+            "weights": _digest(repr(weights).encode()),
             "implementations": {name: row["runs"] for name, row in ops.chosen_implementations().items()},
             "source": _source_digest(),
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
