@@ -7,12 +7,14 @@ import sys
 import time
 
 import pytest
+import typer
 
 import verax
 from tests.support import gguf as files
 from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import tiny_encoder
 from verax import ops
+from verax.cli import app
 
 
 def test_without_arguments_it_helps(run):
@@ -34,6 +36,12 @@ def test_every_command_explains_itself(run, command):
     done = run(*command.split(), "--help")
     assert done.status == 0
     assert f"verax {command}" in done.out
+
+
+def test_help_in_a_pipe_has_every_flag_in_full(run):
+    for name, command in typer.main.get_command(app).commands.items():
+        shown = run(name, "--help").out
+        assert [flag for option in command.params for flag in option.opts if flag not in shown] == [], name
 
 
 def test_the_version_is_the_packages(run):

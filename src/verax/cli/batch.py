@@ -48,19 +48,16 @@ def batch(
     models: ModelsFlags,
     settings: Annotated[dict[str, Any], Flags(ServerSettings, only=SETTINGS)],
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format, with the models and options of verax serve.
+    """Answer a file of requests in OpenAI's batch format.
 
-    Started again with the same files, it continues after the answers that are there. The exit status is 1 if an answer
-    in the output is an error.
+    Models and options are the same as for verax serve. Started again with the same files, it continues after the
+    answers that are there. The exit status is 1 if an answer in the output is an error.
 
+    \b
     Examples:
-
         verax batch -i requests.jsonl -o answers.jsonl
-
         verax batch -i requests.jsonl -o answers.jsonl Qwen/Qwen3-0.6B --any-model-name
-
         verax batch -i requests.jsonl -o answers.jsonl --retry-errors
-
         verax batch -i requests.parquet -o answers.parquet --ray --replicas 8 --num-gpus 1
     """
     served = Models(model, *models)

@@ -56,7 +56,7 @@ def _command(name: str, table: type[settings.Settings], module: str) -> Callable
 
 
 for _name, _subject in SUBJECTS.items():
-    app.command()(_command(_name, *_subject))
+    app.command(cls=options.Command)(_command(_name, *_subject))
 
 
 def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
@@ -71,20 +71,21 @@ def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=options.Command)
 def compare(
     old: Annotated[Path, typer.Argument(help="A JSON that verax bench --output wrote.", exists=True, dir_okay=False)],
     new: Annotated[Path, typer.Argument(help="A later one, of the same benchmark.", exists=True, dir_okay=False)],
     threshold: Annotated[float, typer.Option(help="Change of time that matters, in percent.")] = 5.0,
     as_json: options.Json = False,
 ) -> None:
-    """Changes of speed between two files of results; exit status 1 if a side of verax is slower.
+    """Changes of speed between two files of results.
 
-    Prints Markdown, for a terminal or a pull request. A side counts as slower only if the whole interval of the ratio
-    of the medians is beyond the threshold; baselines are shown, and do not count.
+    Exit status 1 if a side of verax is slower. Prints Markdown, for a terminal or a pull request. A side counts as
+    slower only if the whole interval of the ratio of the medians is beyond the threshold; baselines are shown, and do
+    not count.
 
+    \b
     Examples:
-
         verax bench compare before.json after.json --threshold 10 >> "$GITHUB_STEP_SUMMARY"
     """
     from verax.bench.results import compare_results, read_results
@@ -92,14 +93,16 @@ def compare(
     _show(compare_results(read_results(old), read_results(new), threshold=threshold / 100), None, as_json)
 
 
-@app.command()
+@app.command(cls=options.Command)
 def docs(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("docs/performance.md"),
 ) -> None:
-    """Write docs/performance.md from its template and the results in benchmarks/, in the repository's root.
+    """Write docs/performance.md from the results in benchmarks/.
 
+    Runs in the repository's root, where benchmarks/ also has the template of the page.
+
+    \b
     Examples:
-
         verax bench text --against transformers --output benchmarks/results && verax bench docs
     """
     from verax.bench.results import render

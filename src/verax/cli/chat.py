@@ -52,12 +52,10 @@ def chat(
 ) -> None:
     """Talk to a model. On a terminal: type, /help for commands. Otherwise: each line of standard input is a turn.
 
+    \b
     Examples:
-
         verax chat
-
         verax chat --message "What is 12 + 30?" --temperature 0
-
         verax chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence."
     """
     from verax.text.engine.llm import LLM

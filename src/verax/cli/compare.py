@@ -47,12 +47,15 @@ class _Group(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(help="Compare with PyTorch, layer by layer.", no_args_is_help=True, cls=_Group)
+app = typer.Typer(no_args_is_help=True, cls=_Group)
 
 
 @app.callback()
 def _group() -> None:
-    """Compare with PyTorch, layer by layer: verax compare text|video|embed|MODEL."""
+    """Compare with PyTorch, layer by layer.
+
+    The word model may be left out: verax compare text|video|embed|MODEL.
+    """
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def _check_output(output: Path | None) -> None:
     load_pyplot("compare")
 
 
-@app.command()
+@app.command(cls=options.Command)
 def videos(
     first: Annotated[Path, typer.Argument(help="A clip: .mp4, .gif, .webp, ..., or a folder of pictures.")],
     second: Annotated[Path, typer.Argument(help="The clip to compare with it, of the same size and length.")],
@@ -172,15 +175,14 @@ def videos(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Compare two clips: PSNR, SSIM and MSE of each frame, differences of pixels, and a verdict.
+    """Compare two clips frame by frame.
 
-    Exit status: 0, 1 if a frame falls below --min-psnr, 2 if the clips cannot be compared. Needs the extra
-    named compare.
+    Prints PSNR, SSIM and MSE, differences of pixels, and a verdict. Exit status: 0, 1 if a frame falls below
+    --min-psnr, 2 if the clips cannot be compared. Needs the extra named compare.
 
+    \b
     Examples:
-
         verax compare videos jax.mp4 torch.mp4
-
         verax compare videos jax.mp4 torch.mp4 --output report --min-psnr 35
     """
     from verax.compare.report import VideoReport
@@ -205,7 +207,7 @@ def videos(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=options.Command)
 @options.with_flags
 def own(
     file: Annotated[
@@ -225,10 +227,9 @@ def own(
     from beginnings of our names to the reference's). Or it defines `case`, a `verax.compare.Case`, which --dtype
     bfloat16 needs. Layers that no name matches are matched by shape and order, shown, and taken if you say so.
 
+    \b
     Examples:
-
         verax compare own examples/compare_own_pair.py --inject
-
         verax compare own pair.py --inputs batch.npz --yes --output report
     """
     run_cases([("", _case(file, given_inputs(inputs), run["dtype"]))], **run, confirm=partial(_confirm, yes=yes))
@@ -284,7 +285,7 @@ OUTPUT = "output"
 """Value of `--part` for the clip of the whole pipeline."""
 
 
-@app.command("model")
+@app.command("model", cls=options.Command)
 @options.with_flags
 def model(
     what: Annotated[
@@ -318,28 +319,21 @@ def model(
     *,
     run: RunFlags,
 ) -> None:
-    """Run a model in PyTorch and in verax on the same inputs, and compare what each layer gives.
+    """Compare each layer of a model in PyTorch and in verax.
 
-    Exit status 0 if the two are equal, 1 if not, 2 if they cannot be compared. Equal means: in float32 every layer
-    within --max-rel, and every frame of a clip within 60 dB; in bfloat16 the output's error against float32 at most
-    1.1 times PyTorch's own.
+    Both run on the same inputs. Exit status 0 if the two are equal, 1 if not, 2 if they cannot be compared. Equal
+    means: in float32 every layer within --max-rel, and every frame of a clip within 60 dB; in bfloat16 the output's
+    error against float32 at most 1.1 times PyTorch's own.
 
+    \b
     Examples:
-
         verax compare text
-
         verax compare text --dtype bfloat16 --output report
-
         verax compare text --random --size moe
-
         verax compare embed --random --inject --backward
-
         verax compare text --fused
-
         verax compare video --random --part vae
-
         verax compare embed --inputs sentences.txt
-
         verax compare path/to/model --part output --output report
     """
     given = given_inputs(inputs, prompt)

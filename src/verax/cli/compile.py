@@ -32,15 +32,14 @@ def compile(
     loading: Annotated[dict[str, Any], Flags(options.ModelOptions, without=("revision",))],
     engine: Annotated[dict[str, Any], Flags(EngineConfig, only=ENGINE)],
 ) -> None:
-    """Compile a language model for the attached device, into a folder that --programs of other commands takes.
+    """Compile a language model for the attached device.
 
-    Starts with it trace, lower and compile nothing. The folder belongs to one kind of device, one version of JAX and
-    verax, and one configuration; another is refused by name.
+    Other commands take the folder as --programs: starts with it trace, lower and compile nothing. The folder belongs to
+    one kind of device, one version of JAX and verax, and one configuration; another is refused by name.
 
+    \b
     Examples:
-
         verax compile -o programs --max-num-seqs 8
-
         verax compile Qwen/Qwen3-0.6B --device h100 -o qwen3-h100
     """
     from verax.text.engine.llm import LLM

@@ -38,20 +38,18 @@ def convert(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the target if it exists.")] = False,
 ) -> None:
-    """Write a video model in another layout, or a language model with a LoRA adapter merged, as safetensors.
+    """Write a video model in another layout, or merge a LoRA adapter.
 
-    A video model's weights keep their bits. An adapter's changes are added to the weights in float32, which are then
-    rounded once to the dtype that is written; quantised weights become bfloat16.
+    Weights are written as safetensors. A video model's weights keep their bits. An adapter's changes are added to the
+    weights in float32, which are then rounded once to the dtype that is written; quantised weights become bfloat16.
 
     In the original layout, .pth files become safetensors files of the same name (Wan2.1_VAE.safetensors,
     models_t5_umt5-xxl-enc-bf16.safetensors, ...), with their settings next to them. verax opens either layout.
 
+    \b
     Examples:
-
         verax convert SkyReels-V2-I2V-1.3B-540P SkyReels-V2-I2V-1.3B-540P-Diffusers --to diffusers
-
         verax convert SkyReels-V2-DF-14B-540P-Diffusers DF-14B --to original --dtype bfloat16
-
         verax convert Qwen/Qwen3-0.6B merged --lora adapters/sql
     """
     from verax import progress
@@ -116,17 +114,15 @@ def quantize(
     dtype: options.Dtype = "bfloat16",
     force: Annotated[bool, typer.Option("--force", help="Replace the weights of the folder if it exists.")] = False,
 ) -> None:
-    """Quantise the linear layers of a language model, symmetric, rounded to nearest, and write it as a checkpoint.
+    """Quantise a language model, and write it as a checkpoint.
 
-    The layout is compressed-tensors' (pack-quantized, or int-quantized with rounded inputs): verax loads it at once,
-    and so do vLLM and transformers.
+    Its linear layers are rounded to nearest, with symmetric scales. The layout is compressed-tensors' (pack-quantized,
+    or int-quantized with rounded inputs): verax loads it at once, and so do vLLM and transformers.
 
+    \b
     Examples:
-
         verax quantize small --bits 8
-
         verax quantize Qwen3-0.6B-int4 --model Qwen/Qwen3-0.6B --bits 4 --group-size 64
-
         verax quantize Qwen3-0.6B-w8a8 --model Qwen/Qwen3-0.6B --bits 8 --round-inputs
     """
     from verax import builtin, checkpoint, progress

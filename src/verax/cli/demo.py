@@ -45,7 +45,9 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what the demo makes.")] = Path("demo"),
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
 ) -> None:
-    """Run the built-in models: text, sums, speed, paraphrases, a clip; and compare the text model with PyTorch's.
+    """Run the built-in models: text, sums, speed, paraphrases, a clip.
+
+    The text model's layers are compared with PyTorch's.
 
     Everything is saved to one folder. The clip needs the extra video, the comparison the extras parity and compare, and
     the published models, Gemma 3 270M and all-MiniLM-L6-v2, the extra real.

@@ -70,16 +70,12 @@ def embed(
     With --field, each line keeps the other fields of its object, and blank lines are left out. With --sparse, the
     embedding is {"indices": [...], "values": [...]}, and an .npz file is SciPy's, a row for each.
 
+    \b
     Examples:
-
         verax embed "A cat is asleep." "The cat sleeps."
-
         verax embed --file sentences.txt --output vectors.npy
-
         verax embed --batch sentences.jsonl --output vectors.parquet
-
         verax embed --model sentence-transformers/all-MiniLM-L6-v2 --file papers.jsonl --field title -o vectors.jsonl
-
         verax embed --model Qwen/Qwen3-Embedding-0.6B --prompt-name query --dimensions 256 "What is a mat?"
     """
     if prompt is not None and prompt_name is not None:
@@ -251,10 +247,9 @@ def rerank(
 ) -> None:
     """Put documents in the order in which they answer a query. --json gives the documents' numbers, from 0, and scores.
 
+    \b
     Examples:
-
         verax rerank "Who sleeps?" --model cross-encoder/ms-marco-MiniLM-L6-v2 --documents sentences.txt
-
         verax rerank "Who sleeps?" --model Qwen/Qwen3-Reranker-0.6B --dtype bfloat16 -d sentences.txt --top-k 3 --json
     """
     checked([query], "query")

@@ -59,20 +59,14 @@ def generate(
 ) -> None:
     """Complete prompts. One answer is shown while it is generated; several prompts are completed together.
 
+    \b
     Examples:
-
         verax generate "Once upon a time"
-
-        verax generate --json --temperature 0 "12 + 30 =" "7 + 8 ="
-
+        verax generate --json --temperature 0 --max-tokens 4 "12 + 30 =" "7 + 8 ="
         verax generate --model Qwen/Qwen3-0.6B --file prompts.txt --max-tokens 100
-
         cat prompts.txt | verax generate --json > answers.jsonl
-
         verax generate --skip-tokenizer-init "19 20 305 223"
-
         verax generate --choice yes --choice no "Is a fox an animal?"
-
         verax generate --model Qwen/Qwen3-0.6B --lora adapters/sql "List all users"
     """
     if sampling["logprobs"] is not None and not as_json:

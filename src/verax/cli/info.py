@@ -24,17 +24,18 @@ def info(
     measure: Annotated[bool, typer.Option(help="Measure memory bandwidth and matmul rate (some seconds).")] = True,
     as_json: options.Json = False,
 ) -> None:
-    """Versions, devices, memory, measured bandwidth and matmul rate, and the chosen implementation of each operation.
+    """Describe the machine, or a checkpoint.
+
+    The machine: versions, devices, memory, measured bandwidth and matmul rate, and the chosen implementation of each
+    operation.
 
     With a checkpoint: its architecture, size, precision and tokenizer, without loading it. With a video model's folder:
     its kind, its defaults, and the parameters of its parts. With a LoRA adapter's folder: its base, rank and modules.
 
+    \b
     Examples:
-
         verax info
-
         verax info --json --no-measure
-
         verax info Qwen3-0.6B-Q8_0.gguf
     """
     if model is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from verax.options import option, options_of
 from verax.sampling_fields import SamplingFields
@@ -22,6 +23,28 @@ from verax.text.engine.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from verax.text.features.lora import LoRARequest
+
+
+class Command(TyperCommand):
+    """Command whose help has a section for each panel of options.
+
+    Typer's tables cut flags with an ellipsis where a terminal has 80 columns, and in a pipe. The application therefore
+    has `rich_markup_mode=None`, whose help has no panels. A paragraph of a docstring that begins with `\\b` is printed
+    as it is, so that a command of more than a line can be copied.
+    """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write each parameter of a command, in sections."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for parameter in self.get_params(ctx):
+            plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or plain, []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 @dataclass(frozen=True)
@@ -138,7 +161,7 @@ class ModelOptions:
     dtype: str = option("bfloat16", "bfloat16 or float32.")
     quantization: str | None = option(
         None,
-        "int8, int4, or w8a8 (int8, inputs too): quantise while loading. dequantize: make floats of quantised weights.",
+        "int8, int4, or w8a8 (int8, inputs too): quantise while loading; dequantize: make floats of quantised weights.",
         flags=("--quantization", "-q"),
         shown="the checkpoint's",
     )

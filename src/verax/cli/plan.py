@@ -33,7 +33,7 @@ class PlanOptions:
     )
     quantization: str | None = option(
         None,
-        "int8, w8a8, int4 (language models) or fp8 (clips): quantised while loading. dequantize: floats instead.",
+        "int8, w8a8, int4 (language models) or fp8 (clips): quantised while loading; dequantize: floats instead.",
         flags=("--quantization", "-q"),
         shown="the checkpoint's",
     )
@@ -81,14 +81,11 @@ def plan(
 
     The exit status is 0 if it fits, 1 if it does not, and 2 for wrong usage. Times are bounds, not predictions.
 
+    \b
     Examples:
-
         verax plan qwen3-8b --device h100 --max-num-seqs 64 --max-model-len 4096
-
         verax plan Qwen3-8B/ --device v5e --tensor-parallel-size 8
-
         verax plan model.gguf --device rtx4090
-
         verax plan i2v-14b --device h100 --devices 8 --shard-weights --num-frames 81 --resolution 720P
     """
     from verax.errors import InvalidParameterError, VeraxError

@@ -105,22 +105,17 @@ def serve(
         typer.Option(help="URL of an OpenTelemetry collector that gets a span of each request, by OTLP over HTTP."),
     ] = None,
 ) -> None:
-    """Serve a text model, an encoder, a reranker and a video model over HTTP, with the APIs of OpenAI.
+    """Serve models of text, embeddings and video over OpenAI's API.
 
     All but the text model are loaded when they are first used.
 
+    \b
     Examples:
-
         verax serve
-
         verax serve Qwen/Qwen3-0.6B --api-key secret --port 8080
-
         verax serve --embedding-model sentence-transformers/all-MiniLM-L6-v2
-
         verax serve Qwen/Qwen3-0.6B --lora-modules sql=adapters/sql --lora-modules de=adapters/german --max-loras 2
-
         verax serve Qwen/Qwen3-0.6B --ray --replicas 1:8 --num-gpus 1
-
         verax serve Qwen/Qwen3-8B --tensor-parallel-size 4 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1
     """
     served = Models(model, *models)

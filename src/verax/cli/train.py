@@ -30,7 +30,7 @@ Resume = Annotated[
 ]
 
 
-@app.command()
+@app.command(cls=options.Command)
 @options.with_flags
 def lora(
     data: Data,
@@ -43,14 +43,14 @@ def lora(
     resume: Resume = False,
     as_json: options.Json = False,
 ) -> None:
-    """Train a LoRA adapter for a language model, and write it as PEFT does. Needs the extra named train.
+    """Train a LoRA adapter for a language model.
 
+    The adapter is written as PEFT writes it. Needs the extra named train.
+
+    \b
     Examples:
-
         verax train lora --data examples.jsonl -o runs/mine --learning-rate 1e-3
-
         verax train lora --model Qwen/Qwen3-0.6B --data train.jsonl --validation-data held_out.jsonl -o runs/sql
-
         verax train lora --model Qwen/Qwen3-0.6B --data train.jsonl -o runs/sql --resume
     """
     from verax.train.finetune import train_lora
@@ -60,7 +60,7 @@ def lora(
     _show(train_lora(model, data, output, run, size, validation_data=validation_data, resume=resume), as_json)
 
 
-@app.command()
+@app.command(cls=options.Command)
 @options.with_flags
 def full(
     data: Data,
@@ -72,12 +72,13 @@ def full(
     resume: Resume = False,
     as_json: options.Json = False,
 ) -> None:
-    """Train all weights of a language model, and write it as a checkpoint. Needs the extra named train.
+    """Train all weights of a language model.
 
+    The result is written as a checkpoint. Needs the extra named train.
+
+    \b
     Examples:
-
         verax train full --data examples.jsonl -o runs/mine --learning-rate 3e-4
-
         verax train full --model Qwen/Qwen3-0.6B --data train.jsonl -o runs/sql --devices 4 --batch-size 16
     """
     from verax.train.finetune import train_full

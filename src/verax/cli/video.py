@@ -33,7 +33,7 @@ class PipelineOptions:
     dtype: str = option("bfloat16", "bfloat16 or float32.")
     quantization: str | None = option(
         None,
-        "int8 or fp8: 8-bit weights of transformer and UMT5, made while loading. dequantize: floats of quantised ones.",
+        "int8 or fp8: 8-bit weights of transformer and UMT5, made while loading; dequantize: floats of quantised ones.",
         flags=("--quantization", "-q"),
         shown="the files'",
     )
@@ -123,14 +123,12 @@ def video(
     pipeline: Annotated[dict[str, Any], Flags(PipelineOptions, underscores=True)],
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory that each stage needs, and stop.")] = False,
 ) -> None:
-    """Make a video of a prompt; from an image or a clip, if one is given.
+    """Make a video of a prompt, and of an image or a clip if given.
 
+    \b
     Examples:
-
         verax video --model SkyReels-V2-I2V-1.3B-540P --image cat.png --prompt "The cat turns its head." -o cat.mp4
-
         verax video -m SkyReels-V2-DF-1.3B-540P --prompt "A street" --prompt "Rain begins" --num-frames 257
-
         verax video --batch prompts.jsonl -o clips/
     """
     from verax.video import files
