@@ -114,7 +114,7 @@ def main() -> None:
             typer.echo(problem)
             status = 2
         else:
-            status = _explain(f"{problem.rstrip('.')}; see {command} --help", 2)
+            status = _explain(f"{problem.removeprefix('Invalid value: ').rstrip('.')}; see {command} --help", 2)
     except BrokenPipeError:  # `verax ... | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
