@@ -69,11 +69,9 @@ def info(
     console.print(table)
     kernels = facts["cpu_kernels"]
     others = ", ".join(name for name in kernels["levels"] if name != kernels["level"])
+    choice = f" (this machine also runs {others}; choose with VERAX_CPU_LEVEL)" if others else ""
     console.print(
-        f"CPU kernels: {kernels['level']} (this machine also runs {others}; choose with VERAX_CPU_LEVEL)"
-        if kernels["level"]
-        else kernels["problem"],
-        soft_wrap=True,
+        f"CPU kernels: {kernels['level']}{choice}" if kernels["level"] else kernels["problem"], soft_wrap=True
     )
 
 
