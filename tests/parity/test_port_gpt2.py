@@ -13,6 +13,8 @@ import verax
 from tests.support.invariants import check_engine
 from tests.support.tiny import tiny_tokenizer
 from verax import models
+from verax.compare import compare_case
+from verax.compare.cases.text import text_case
 from verax.errors import InvalidParameterError, UnsupportedModelError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "port_gpt2"
@@ -108,3 +110,9 @@ def test_the_script_completes_prompts(monkeypatch, reference, capsys, tmp_path):
     tiny_tokenizer(tmp_path, vocab_size=VOCAB)
     runpy.run_path(str(EXAMPLE / "serve.py"))["main"](str(tmp_path), "abc", "once upon")
     assert capsys.readouterr().out.startswith("abc|")
+
+
+def test_its_layers_are_compared_without_rotary_positions(registered, folder, tmp_path):
+    compared = compare_case(text_case(folder, tmp_path, tokens=20), repeat=False)
+    assert compared.passed
+    assert {"transformer.h.2.attn", "(output)"} <= {row.name for row in compared.rows}

@@ -103,8 +103,9 @@ def text_case(
         code = sys.modules[type(loaded).__module__]
         names = ("rotary_q", "rotary_k")
         rotary = Watch(code, "apply_rotary_pos_emb", outputs=names, axes=(0, 2, 1, 3))
+        watch = (rotary,) if hasattr(code, rotary.attribute) else ()  # a registered model may have learned positions
         call = lambda model, tokens: model(input_ids=tokens, use_cache=False)
-        return Side(loaded.eval(), given, call=call, watch=(rotary,), inputs=(r"self_attn\.o_proj$",), without=WEIGHTS)
+        return Side(loaded.eval(), given, call=call, watch=watch, inputs=(r"self_attn\.o_proj$",), without=WEIGHTS)
 
     def ours(dtype: str) -> Side:
         rotary = Watch(ops, "apply_rotary", outputs=("rotary_q", "rotary_k"))
