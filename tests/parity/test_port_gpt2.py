@@ -13,6 +13,7 @@ import verax
 from tests.support.invariants import check_engine
 from tests.support.tiny import tiny_tokenizer
 from verax import models
+from verax.cli import info
 from verax.compare import compare_case
 from verax.compare.cases.text import text_case
 from verax.errors import InvalidParameterError, UnsupportedModelError
@@ -110,6 +111,7 @@ def test_the_script_completes_prompts(monkeypatch, reference, capsys, tmp_path):
     tiny_tokenizer(tmp_path, vocab_size=VOCAB)
     runpy.run_path(str(EXAMPLE / "serve.py"))["main"](str(tmp_path), "abc", "once upon")
     assert capsys.readouterr().out.startswith("abc|")
+    assert info._describe(str(tmp_path))["layers"] == 3
 
 
 def test_its_layers_are_compared_without_rotary_positions(registered, folder, tmp_path):

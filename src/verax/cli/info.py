@@ -107,11 +107,11 @@ def _describe(model: str) -> dict[str, Any]:
     sizes: dict[str, int] = {}
     for name in names:
         sizes[opened.kind(name)] = sizes.get(opened.kind(name), 0) + opened.size(name)
-    return {
+    facts = {
         "path": str(opened.folder),
         "architecture": opened.config["model_type"],
         "layers": config.num_hidden_layers + len(getattr(config, "shared_layers", ())),
-        "hidden_size": config.hidden_size,
+        "hidden_size": getattr(config, "hidden_size", None),
         "heads": _heads(config),
         "context": config.max_position_embeddings,
         "vocabulary": config.vocab_size,
@@ -121,10 +121,13 @@ def _describe(model: str) -> dict[str, Any]:
         "end_of_text": [str(tokenizer.token(number)) for number in sorted(tokenizer.eos_token_ids)],
         "chat_template": tokenizer.has_chat_template,
     }
+    return {name: fact for name, fact in facts.items() if fact is not None}  # a registered model may lack some
 
 
-def _heads(config: Any) -> str:
+def _heads(config: Any) -> str | None:
     """Numbers of heads, and their size where queries may have more of them than keys and values."""
+    if not hasattr(config, "num_attention_heads"):
+        return None
     if not hasattr(config, "num_key_value_heads"):
         return str(config.num_attention_heads)
     shared = f"{config.num_key_value_heads} of them for keys and values"
