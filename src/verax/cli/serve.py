@@ -157,10 +157,14 @@ def _announce(server: Server, url: str) -> None:
 
     settings = server.settings
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
-    body = f'{{"model": "{server.served_names[0]}", "messages": [{{"role": "user", "content": "What is 12 + 30?"}}]}}'
+    path, asked = "chat/completions", '"messages": [{"role": "user", "content": "What is 12 + 30?"}]'
+    tokenizer = server.llm and server.llm.tokenizer
+    if tokenizer is not None and not tokenizer.has_chat_template:
+        path, asked = "completions", '"prompt": "Once upon a time"'
     page = "" if settings.disable_page else f"; the page is at {url}/"
     typer.echo(f"{', '.join(server.served_names)} at {url}/v1{page}")
-    typer.echo(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'")
+    body = f'{{"model": "{server.served_names[0]}", {asked}}}'
+    typer.echo(f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'")
     if isinstance(server.llm, AsyncLLM):
         typer.echo(f"key/value cache of at most: {server.llm.llm.kv_cache}")
 
