@@ -177,7 +177,7 @@ def dplr_delta_rule(
     gk: Float[Array, "B T H K"] | None = None,
     **options: Unpack[DeltaOptions],
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "N H K V"] | None]:
-    """Diagonal plus low rank: `S <- (Diag(e^gk) + b a^T) S + k v^T`, o = scale S^T q`.
+    """Diagonal plus low rank: `S <- (Diag(e^gk) + b a^T) S + k v^T; o = scale S^T q`.
 
     With q = r, a = -kk, b = kk a, gk = log w and scale 1 it is RWKV-7 (Peng et al., 2025, arXiv:2503.14456); without
     gk, flash-linear-attention's `iplr`.
