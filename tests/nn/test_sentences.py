@@ -44,11 +44,13 @@ def test_states_are_pooled_by_sentence_whatever_is_next_to_it(layout):
         (sentences.last(hidden), lambda states: states[-1]),
         (sentences.mean(hidden), lambda states: states.mean(axis=0)),
         (sentences.mean(hidden, 2), lambda states: states[2:].mean(axis=0)),
+        (sentences.maximum(hidden), lambda states: states.max(axis=0)),
     ):
         assert pooled.shape == (5, 7)
         np.testing.assert_allclose(pooled[0], rule(expected[0]), atol=1e-6)
         np.testing.assert_allclose(pooled[2], rule(expected[2]), atol=1e-6)
-    np.testing.assert_array_equal(sentences.mean(hidden)[3:], 0)
+        np.testing.assert_array_equal(pooled[3:], 0)
+    np.testing.assert_array_equal(sentences.maximum(hidden, 3)[0], 0)
 
 
 def test_packed_sentences_may_fill_their_row_and_may_be_none():

@@ -87,7 +87,7 @@ class SparseEncoder(Encoder):
             weights = jnp.log1p(jax.nn.relu(model(tokens, sentences)))
             weights = jnp.log1p(weights) if twice else weights
             if strategy == "max":
-                return jnp.maximum(sentences.maximum(weights), 0)  # of padding's sentences: minus infinity
+                return sentences.maximum(weights)
             return jax.ops.segment_sum(weights[0], sentences.segments[0], lengths.shape[0])
 
         self._program, self._weights = compiled(encode, loaded)

@@ -58,16 +58,20 @@ class Sentences(NamedTuple):
         return cls(segments[None], positions[None], starts, lengths, jnp.append(starts, ends[-1]))
 
     def first(self, hidden: Float[Array, "B T D"], skipped: int | Int[Array, ""] = 0) -> Float[Array, "S D"]:
-        """State of each sentence's first token after its `skipped` ones; of its first if it has no others."""
-        return _rows(hidden, self.starts + jnp.where(self.lengths > skipped, skipped, 0))
+        """State of each sentence's first token after its `skipped` ones; of its first if it has no others, else 0."""
+        return self._rows(hidden, self.starts + jnp.where(self.lengths > skipped, skipped, 0))
 
     def last(self, hidden: Float[Array, "B T D"]) -> Float[Array, "S D"]:
-        """State of each sentence's last token."""
-        return _rows(hidden, self.starts + jnp.maximum(self.lengths, 1) - 1)
+        """State of each sentence's last token; 0 for a sentence without tokens."""
+        return self._rows(hidden, self.starts + self.lengths - 1)
 
     def maximum(self, hidden: Float[Array, "B T D"], skipped: int | Int[Array, ""] = 0) -> Float[Array, "S D"]:
-        """Largest number of each dimension over each sentence's tokens, float32, without its `skipped` first ones."""
-        return jax.ops.segment_max(_flat(hidden), self._owners(skipped), self.lengths.shape[0])
+        """Largest number of each dimension over each sentence's tokens, float32, without its `skipped` first ones.
+
+        The maximum of nothing is zero.
+        """
+        largest = jax.ops.segment_max(_flat(hidden), self._owners(skipped), self.lengths.shape[0])
+        return jnp.where((self.lengths > skipped)[:, None], largest, 0)
 
     def mean(
         self, hidden: Float[Array, "B T D"], skipped: int | Int[Array, ""] = 0, *, by_position: bool = False
@@ -83,6 +87,11 @@ class Sentences(NamedTuple):
         totals = jax.ops.segment_sum(states * weights[:, None], owners, count)
         return totals / jnp.maximum(jax.ops.segment_sum(weights, owners, count), 1)[:, None]
 
+    def _rows(self, hidden: Float[Array, "B T D"], places: Int[Array, "S"]) -> Float[Array, "S D"]:
+        """States of the tokens at these places, one of each sentence; 0 for a sentence without tokens."""
+        states = hidden.reshape(-1, hidden.shape[-1]).at[places].get(mode="clip")
+        return jnp.where((self.lengths > 0)[:, None], states, 0)
+
     def _owners(self, skipped: int | Int[Array, ""]) -> Int[Array, "tokens"]:
         """Number of the sentence of each token that counts; S for others."""
         # States are added up by number, not multiplied by 0 and 1: another sentence's may be infinite.
@@ -91,8 +100,3 @@ class Sentences(NamedTuple):
 
 def _flat(hidden: Float[Array, "B T D"]) -> Float[Array, "tokens D"]:
     return hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)
-
-
-def _rows(hidden: Float[Array, "B T D"], places: Int[Array, "S"]) -> Float[Array, "S D"]:
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    return flat[jnp.minimum(places, flat.shape[0] - 1)]
