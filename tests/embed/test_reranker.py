@@ -8,6 +8,7 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import random_sentences, tiny_encoder, tiny_reranker
 from verax import Reranker
+from verax.embed.buckets import Tokens
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.files import read_json, write_json
 
@@ -118,6 +119,7 @@ def test_a_language_model_without_the_answers_is_not_a_reranker(tmp_path):
         (lambda r: r.score(QUERY, DOCUMENTS, instruction="find cats"), "instruction: this model reads none"),
         (lambda r: r.score(QUERY, DOCUMENTS, batch_size=0), "batch_size: expected a whole number of at least 1"),
         (lambda r: r.rank(QUERY, DOCUMENTS, 0), "top_k: expected a whole number of at least 1, got 0"),
+        (lambda r: r.score_tokens([Tokens([2, 3]), Tokens([4] * 65)]), r"expected 1 to 64 tokens .*, got 65 at 1"),
         (lambda r: r.tokenize(QUERY, DOCUMENTS, max_length=4), "max_length: 4 tokens leave none for each text"),
     ],
 )

@@ -348,8 +348,16 @@ class Reranker:
 
         Args:
             batch_size: as in `score`.
+
+        Raises:
+            InvalidParameterError: for a pair of no tokens, or of more than `max_length`.
         """
         check_batch_size(batch_size)
+        for number, pair in enumerate(pairs):
+            if not 0 < len(pair.ids) <= self.max_length:
+                raise InvalidParameterError(
+                    f"pairs: expected 1 to {self.max_length} tokens (max_length), got {len(pair.ids)} at {number}"
+                )
         jobs = self._buckets(batch_size).jobs(pairs)
         return self._run(jobs, len(pairs), show_progress=False)
 
