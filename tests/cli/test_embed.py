@@ -98,6 +98,28 @@ def test_a_batch_of_plain_lines_becomes_parquet(run, tmp_path, encoder_folder, e
     assert columns["error"] == [None] * 3
 
 
+def test_numbers_that_are_not_finite_are_an_error_and_no_vectors(run, tmp_path):
+    checkpoint.save(
+        {
+            name: np.where(np.arange(60)[:, None] == 6, np.nan, weight) if "word" in name else weight  # cat
+            for name, weight in random_weights({"model_type": "bert", **SIZES}).items()
+        },
+        tmp_path,
+        config={"model_type": "bert", **SIZES},
+    )
+    tiny_tokenizer(tmp_path)
+    (tmp_path / "in.txt").write_text("the fox ran\nthe cat\n")
+    command = ["embed", "--model", tmp_path, "--batch-size", "1"]  # within a call, NaN reaches the neighbours
+    for options in ([], ["--precision", "binary"]):
+        done = run(*command, "--file", tmp_path / "in.txt", *options)
+        assert (done.status, done.out) == (1, "")
+        assert "no finite numbers for text 1" in done.err
+    assert run(*command, "--batch", tmp_path / "in.txt", "-o", tmp_path / "out.jsonl").status == 1
+    found = vectors_in(tmp_path / "out.jsonl")
+    assert (found["1"]["error"], found["2"]["embedding"]) == (None, None)
+    assert "no finite numbers" in found["2"]["error"]["message"]
+
+
 QUERY = "who sat on the mat ?"
 DOCUMENTS = ["a cat sat on the mat .", "the fox ran", "[red] river"]
 

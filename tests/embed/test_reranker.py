@@ -49,6 +49,12 @@ def test_a_ranking_has_the_best_documents_first(reranker, scores):
     assert [one.index for one in reranker.rank(QUERY, ["a cat", "a cat"])] == [0, 1]
 
 
+def test_scores_that_are_not_finite_are_no_ranking(reranker, monkeypatch):
+    monkeypatch.setattr(reranker, "score", lambda query, texts: np.asarray([1, np.nan], np.float32))
+    with pytest.raises(CheckpointError, match="no finite numbers for text 1"):
+        reranker.rank(QUERY, DOCUMENTS[:2])
+
+
 def test_long_pairs_are_cut_and_counted(folder, reranker):
     short = Reranker(folder, max_length=16)
     short.score(QUERY, ["the cat", "the cat sat on the mat and " * 5])

@@ -61,11 +61,17 @@ class Vectors:
         vectors = iter(self._encoder.encode(texts, show_progress=False, **self._options) if texts else ())
         self.truncated += self._encoder.truncated if texts else 0
         return [
-            VectorLine(line.custom_id, msgspec.Raw(msgspec.json.encode(numbers(next(vectors)))), None)
+            self._result(line, next(vectors))
             if isinstance(line.fields.get(self._field), str)
             else VectorLine.failure(self._no_text(line), line.custom_id)
             for line in lines
         ]
+
+    def _result(self, line: InputLine, vector: Float32[np.ndarray, "D"]) -> VectorLine:
+        if not np.isfinite(vector).all():
+            problem = "the model gave no finite numbers for it; check its weights"
+            return VectorLine.failure(LineError("server_error", problem, None, None), line.custom_id)
+        return VectorLine(line.custom_id, msgspec.Raw(msgspec.json.encode(numbers(vector))), None)
 
     def _no_text(self, line: InputLine) -> LineError:
         names = ", ".join(map(repr, line.fields)) or "none"

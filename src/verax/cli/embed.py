@@ -82,7 +82,7 @@ def embed(
         raise typer.BadParameter("give --prompt or --prompt-name, not both")
     loading |= {"model": model, "dimensions": dimensions, "task": task}
     encoding: dict[str, Any] = dict(normalize=normalize, batch_size=batch_size, prompt_name=prompt_name, prompt=prompt)
-    from verax.embed.modules import check_precision
+    from verax.embed.modules import check_finite, check_precision
 
     check_precision(precision)
     if sparse:
@@ -111,6 +111,7 @@ def embed(
         encoding["precision"] = precision
     vectors = encoder.encode(texts, **encoding)
     seconds = time.perf_counter() - begin
+    check_finite(vectors.sum(axis=1) if sparse else vectors)
     write(records, vectors)
     cut = _cut(encoder.truncated, encoder.max_length)
     speed = f"{len(texts) / seconds:,.0f} a second, vectors of {encoder.dimension}{cut}"

@@ -83,6 +83,12 @@ def cut(vectors: Float32[np.ndarray, "n D"], dimensions: int, normalize: bool = 
     return kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), np.finfo(np.float32).tiny)
 
 
+def check_finite(results: Float32[np.ndarray, "n ..."]) -> None:
+    """Raise for the first text whose numbers are not finite. Whoever stores vectors would not notice."""
+    if not (finite := np.isfinite(results).reshape(len(results), -1).all(axis=1)).all():
+        raise CheckpointError(f"the model gave no finite numbers for text {finite.argmin()}; check its weights")
+
+
 PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
 """Forms of vectors: sentence-transformers' `quantize_embeddings`."""
 
@@ -114,6 +120,7 @@ def quantized(
     """
     if precision == "float32":
         return vectors
+    check_finite(vectors)  # integers and bits would hide them
     if precision.endswith("binary"):
         bits = np.packbits(vectors > 0, axis=-1)
         return bits if precision == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)

@@ -26,7 +26,7 @@ from verax.embed.buckets import (
     run_jobs,
     tokens_per_call,
 )
-from verax.embed.modules import activation_function, list_modules, open_folder
+from verax.embed.modules import activation_function, check_finite, list_modules, open_folder
 from verax.embed.settings import Prompts, read_max_length, read_model_file, read_transformer_file
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import Size, file_of, read_value
@@ -185,6 +185,7 @@ def ranked(
     unique = list(dict.fromkeys(texts))
     score_of = dict(zip(unique, score(unique), strict=True))
     scores = np.asarray([score_of[text] for text in texts], np.float32)
+    check_finite(scores)
     order = np.argsort(-scores, kind="stable")[:top_k].tolist()
     return [RankedDocument(i, float(scores[i]), texts[i]) for i in order]
 

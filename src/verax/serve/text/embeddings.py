@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from verax.embed.buckets import Tokens
 from verax.embed.encoder import Encoder
-from verax.embed.modules import cut
+from verax.embed.modules import check_finite, cut
 from verax.embed.reranker import Reranker
 from verax.errors import EngineDeadError, QueueFullError
 from verax.serve.http.errors import ApiError, field_error, model_error, renamed
@@ -131,7 +131,7 @@ def routes(server: Server) -> list[Route]:
             token_ids = await asyncio.to_thread(_token_ids, inputs, encoder, limit, body.truncate_prompt_tokens is None)
             lengths = [len(ids) for ids in token_ids]
             vectors = await vectors_queue.run(token_ids, lengths)
-        _check_finite(vectors)
+        check_finite(vectors)
         record.prompt_tokens = sum(lengths)
         encoded = enumerate(_encoded(cut(vectors, dimensions), body.encoding_format))
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in encoded]
@@ -149,7 +149,7 @@ def routes(server: Server) -> list[Route]:
             pairs = await asyncio.to_thread(_pairs, body.query, documents, reranker, limit, whole)
             lengths = [len(pair.ids) for pair in pairs]
             scores = await scores_queue.run(pairs, lengths)
-        _check_finite(scores)
+        check_finite(scores)
         record.prompt_tokens = sum(lengths)
         results: list[dict[str, Any]] = []
         for i in np.argsort(-scores, kind="stable").tolist()[: body.top_n or None]:
@@ -262,12 +262,6 @@ def _too_long(field: str, size: str, num_tokens: int, limit: int) -> ApiError:
         f"{field}: {size} are more than the {limit} tokens that the model reads; see truncate_prompt_tokens",
         **{"param": field, "code": "context_length_exceeded", "n_prompt_tokens": num_tokens, "n_ctx": limit},
     )
-
-
-def _check_finite(results: Float32[np.ndarray, "n ..."]) -> None:
-    """Check that the model gave numbers: JSON has none for others, and whoever stores vectors would not notice."""
-    if not (finite := np.isfinite(results).reshape(len(results), -1).all(axis=1)).all():
-        raise ApiError(500, f"the model gave no finite numbers for text {finite.argmin()}; check its weights")
 
 
 def _usage(lengths: Sequence[int]) -> dict[str, int]:
