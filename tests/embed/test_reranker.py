@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
-from tests.support.tiny_encoder import random_sentences, tiny_encoder, tiny_reranker
+from tests.support.tiny_encoder import qwen_tokenizer, random_sentences, tiny_encoder, tiny_reranker
 from verax import Reranker
 from verax.embed.buckets import Tokens
+from verax.embed.reranker import INSTRUCTION
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.files import read_json, write_json
+from verax.text.tokens.tokenizer import Tokenizer
 
 QUERY = "who sat on the mat ?"
 DOCUMENTS = random_sentences(20, seed=2)
@@ -113,6 +115,77 @@ def test_a_language_model_without_the_answers_is_not_a_reranker(tmp_path):
         Reranker(tiny_checkpoint(tmp_path / "qwen2", family="qwen2"))
     with pytest.raises(UnsupportedModelError, match="auto_map: a language model that ranks by its own code"):
         Reranker(tiny_checkpoint(tmp_path / "code", auto_map={"AutoConfig": "modeling_zeranker.ZEConfig"}))
+
+
+CHAT = """{% macro text(role) %}{% for m in messages if m.role == role %}{{ m.content }}{% endfor %}{% endmacro -%}
+<|im_start|>system
+Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that \
+the answer can only be "yes" or "no".<|im_end|>
+<|im_start|>user
+<Instruct>: {{ text("system") }}
+<Query>: {{ text("query") }}
+<Document>: {{ text("document") }}<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+"""
+"""Prompt of Qwen3-Reranker as sentence-transformers renders it."""
+LOGITS = {"method": "forward", "method_output_name": "logits"}
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """A function that makes a Qwen3-Reranker, with sentence-transformers' files or without."""
+
+    def make(name="chats", template=CHAT + "\n", tokens=(), score=(), files=True):
+        folder = tmp_path / name
+        tiny_checkpoint(folder, architectures=["Qwen3ForCausalLM"], vocab_size=330, max_position_embeddings=1024)
+        qwen_tokenizer(folder, chat_template=template)
+        if not files:
+            return folder
+        package = "sentence_transformers"
+        types = f"{package}.base.modules.transformer.Transformer", f"{package}.cross_encoder.modules.LogitScore"
+        write_json(folder / "modules.json", [dict(path=p, type=t) for p, t in zip(("", "1"), types, strict=True)])
+        find = Tokenizer.from_folder(folder).token_id
+        (folder / "1").mkdir()
+        answers = {"true_token_id": find("yes"), "false_token_id": find("no")}
+        write_json(folder / "1" / "config.json", {**answers, **dict(score)})
+        modes = {"text": LOGITS, "message": {**LOGITS, "format": "flat"}}
+        transformer = {"transformer_task": "text-generation", "modality_config": modes, **dict(tokens)}
+        write_json(folder / "sentence_bert_config.json", transformer)
+        prompts = {"prompts": {"web": INSTRUCTION}, "default_prompt_name": "web", "model_type": "CrossEncoder"}
+        write_json(folder / "config_sentence_transformers.json", prompts)
+        return folder
+
+    return make
+
+
+def test_qwen3_reranker_has_the_same_scores_by_its_files_of_sentence_transformers(chats):
+    plain, ours = Reranker(chats("plain", files=False)), Reranker(chats())
+    for instruction in (None, "the document is about a fox"):
+        expected = plain.score(QUERY, DOCUMENTS, instruction=instruction)
+        assert expected.std() > 1e-3
+        np.testing.assert_allclose(ours.score(QUERY, DOCUMENTS, instruction=instruction), expected, atol=2e-6)
+    with pytest.raises(InvalidParameterError, match="max_length: 60 tokens leave none for the document"):
+        ours.tokenize(QUERY, DOCUMENTS, max_length=60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(score={"true_token_id": 10**6}), CheckpointError, "its tokens are not of the model's"),
+        (dict(score={"module_input_name": "x"}), CheckpointError, "module_input_name: expected"),
+        (dict(tokens={"modality_config": {"text": LOGITS}}), UnsupportedModelError, r"modality_config\.message None"),
+        (dict(tokens={"processing_kwargs": {"text": {"padding": 8}}}), UnsupportedModelError, "processing_kwargs"),
+        (dict(tokens={"processing_kwargs": {"chat_template": {"tools": [1]}}}), UnsupportedModelError, "processing_kw"),
+        (dict(template="{{ messages[0].content }}"), UnsupportedModelError, "does not show messages of the roles"),
+    ],
+)
+def test_files_of_a_scoring_language_model_that_are_not_supported_are_named(chats, changes, error, message):
+    with pytest.raises(error, match=message):
+        Reranker(chats(**changes))
 
 
 @pytest.mark.parametrize(

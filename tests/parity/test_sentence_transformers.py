@@ -13,11 +13,12 @@ transformers = pytest.importorskip("transformers")
 
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling
 
-from tests.parity.test_encoders import save
+from tests.parity.test_encoders import QWEN, filled, save
 from tests.parity.test_rerankers import FAMILIES
-from tests.support.tiny_encoder import random_sentences
+from tests.support.tiny_encoder import qwen_tokenizer, random_sentences
 from verax import Encoder, Reranker
 from verax.embed import modules, settings
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
@@ -210,6 +211,50 @@ def test_a_cross_encoder_has_its_activation_and_prompt(activation, tmp_path):
         plain = reranker.score("who sat", SENTENCES, prompt="")
         np.testing.assert_allclose(reranker.score(PROMPT + "who sat", SENTENCES, prompt=""), expected, atol=1e-5)
         assert np.abs(plain - expected).max() > 1e-3
+
+
+CHAT = """{%- macro text(role, default) -%}
+{%- for message in messages if message.role == role -%}
+{{ message.content if message.content is string else message.content[0].text }}
+{%- else -%}{{ default }}{%- endfor -%}{%- endmacro -%}
+<Instruct>: {{ text("system", "find") }}\n<Query>: {{ text("query") }}\n<Document>: {{ text("document") }}<|im_end|>
+{%- if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("form", "announces", "answers", "activation"),
+    [("flat", True, ("yes", "no"), torch.nn.Identity), ("structured", False, ("yes", None), torch.nn.Sigmoid)],
+)
+def test_language_models_score_by_the_logits_of_their_answers(form, announces, answers, activation, tmp_path):
+    qwen_tokenizer(tmp_path / "base")
+    sizes = {**QWEN, "max_position_embeddings": 100}
+    filled(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))).save_pretrained(tmp_path / "base")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(tmp_path / "base")
+    how = {"method": "forward", "method_output_name": "logits"}
+    transformer = Transformer(
+        str(tmp_path / "base"),
+        transformer_task="text-generation",
+        modality_config={"text": how, "message": {**how, "format": form}},
+        module_output_name="causal_logits",
+        processing_kwargs={"chat_template": {"add_generation_prompt": True}} if announces else None,
+    )
+    score = LogitScore(*(answer and tokenizer.convert_tokens_to_ids(answer) for answer in answers))
+    model = CrossEncoder(modules=[transformer, score], activation_fn=activation(), prompts={"web": "search", "no": ""})
+    model.default_prompt_name = "web"
+    model.save_pretrained(str(tmp_path / "saved"))
+    model, reranker = CrossEncoder(str(tmp_path / "saved")), Reranker(tmp_path / "saved")
+    pairs = [("who sat", sentence) for sentence in SENTENCES]
+    for theirs, ours in (
+        ({}, {}),
+        ({"prompt": "a fox"}, {"instruction": "a fox"}),
+        ({"prompt_name": "no"}, {"prompt_name": "no"}),
+    ):
+        expected = model.predict(pairs, **theirs)
+        assert expected.std() > 0.01
+        np.testing.assert_allclose(reranker.score("who sat", SENTENCES, **ours), expected, atol=1e-5)
+        assert 0 < reranker.truncated < len(SENTENCES)
 
 
 WITHOUT_EFFECT = {

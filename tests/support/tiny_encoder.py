@@ -56,14 +56,15 @@ def tiny_tokenizer(folder, special=BERT_SPECIAL, pair=BERT_PAIR):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def qwen_tokenizer(folder, *, appends_end=False):
+def qwen_tokenizer(folder, *, appends_end=False, **options):
     """Save a byte-level tokenizer with the tokens of Qwen3-Reranker's answers.
 
     Args:
         folder: the checkpoint's.
         appends_end: end each text with <|endoftext|>, as Qwen3-Embedding does.
+        options: arguments of `tiny.tiny_tokenizer`.
     """
-    tiny.tiny_tokenizer(folder)
+    tiny.tiny_tokenizer(folder, **options)
     path = str(Path(folder) / "tokenizer.json")
     tokenizer = Tokenizer.from_file(path)
     tokenizer.add_tokens(["yes", "no"])

@@ -244,6 +244,7 @@ _PYLATE_DENSE = "pylate.models.Dense.Dense"
 _JINA_TRANSFORMER = "custom_st.Transformer"
 """jina-embeddings-v3's own code, which chooses the adapter of a task."""
 _KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask", "SpladePooling")
+_KINDS += ("LogitScore",)
 
 
 def list_modules(folder: Path) -> list[Entry]:

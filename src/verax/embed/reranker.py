@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -28,9 +29,9 @@ from verax.embed.buckets import (
 )
 from verax.embed.modules import activation_function, check_finite, list_modules, open_folder
 from verax.embed.settings import Prompts, read_max_length, read_model_file, read_transformer_file
-from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.fields import Size, file_of, read_value
-from verax.files import JsonObject
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.fields import Count, Size, file_of, read_value
+from verax.files import JsonObject, read_json
 from verax.models import causal_lm, cross_encoder, hidden_states
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
@@ -47,14 +48,21 @@ PREFIX = (
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """End of every prompt of Qwen3-Reranker. The next token is the answer."""
 
+_MESSAGE = {"method": "forward", "method_output_name": "logits"}
+"""How a language model reads chats, in sentence_bert_config.json."""
+
 
 def scorer_of(
-    opened: Checkpoint, tokenizer: Tokenizer, max_length: int | None, model_file: JsonObject
-) -> tuple[CrossEncoder | YesOrNo, type[Any], Any]:
+    opened: Checkpoint,
+    tokenizer: Tokenizer,
+    max_length: int | None,
+    model_file: JsonObject,
+    score_file: JsonObject | None,
+) -> tuple[CrossEncoder | LogitScore | YesOrNo, type[Any], Any]:
     """Scorer of a checkpoint, and its model's class and configuration.
 
     `max_length`: tokens that are read of a pair; the checkpoint's limit if None. `model_file`: content of
-    config_sentence_transformers.json.
+    config_sentence_transformers.json. `score_file`: config.json of the module `LogitScore`, if there is one.
     """
     names = read_value(opened.config, "architectures", tuple[str, ...], ())
     generates = any(name.endswith("ForCausalLM") for name in names)
@@ -64,10 +72,13 @@ def scorer_of(
             "...ForSequenceClassification or ...ForCausalLM"
         )
     kind = read_value(opened.config, "model_type", str, None)
-    if generates and kind != "qwen3":
+    if score_file is not None and not generates:
+        raise UnsupportedModelError(f"{score_file.where}: LogitScore is for language models (...ForCausalLM)")
+    if generates and score_file is None and kind != "qwen3":
         # Others were trained with prompts and answers of their own: their scores would be wrong, and look right.
         raise UnsupportedModelError(
-            f"{file_of(opened.config)}: model_type {kind!r}: the only language model that ranks here is Qwen3-Reranker"
+            f"{file_of(opened.config)}: model_type {kind!r}: the only language model that ranks here without "
+            "sentence-transformers' LogitScore is Qwen3-Reranker"
         )
     if generates and opened.config.get("auto_map"):
         raise UnsupportedModelError(
@@ -75,7 +86,12 @@ def scorer_of(
         )
     model_class, config = (causal_lm if generates else cross_encoder)(opened.config)
     limits = config.max_position_embeddings, max_length
-    scorer = YesOrNo(opened, tokenizer, *limits) if generates else CrossEncoder(opened, tokenizer, *limits, model_file)
+    if score_file is not None:
+        scorer = LogitScore(opened, tokenizer, *limits, model_file, score_file)
+    elif generates:
+        scorer = YesOrNo(opened, tokenizer, *limits)
+    else:
+        scorer = CrossEncoder(opened, tokenizer, *limits, model_file)
     return scorer, model_class, config
 
 
@@ -93,9 +109,11 @@ class CrossEncoder:
         self._tokenizer = tokenizer.with_lower_case() if lower_case else tokenizer
         self._activation = activation_function(*_activation_name(model_file, opened.config))
 
-    def tokenize(self, query: str, documents: Sequence[str], instruction: str | None, max_length: int) -> list[Tokens]:
-        """Tokens of the query with each document; the longer of the two loses its end first."""
-        pairs = [(query, document) for document in documents]
+    def tokenize(
+        self, query: str, documents: Sequence[str], prompt: str, instruction: str | None, max_length: int
+    ) -> list[Tokens]:
+        """Tokens of the prompt and the query with each document; the longer of the two loses its end first."""
+        pairs = [(prompt + query, document) for document in documents]
         return [Tokens(*tokenized) for tokenized in self._tokenizer.encode_pairs(pairs, max_length=max_length)]
 
     def scores(
@@ -103,6 +121,95 @@ class CrossEncoder:
     ) -> Float[Array, "S"]:
         """Activation of each pair's logit."""
         return self._activation(model(tokens, sentences, types))
+
+
+class LogitScore:
+    """A language model reads both texts in its chat template; the score is a token's logit, or two's difference.
+
+    It goes through an activation function. Follows sentence-transformers' module of this name: the texts are messages
+    of the roles `query` and `document`, after one of the role `system` that has the instruction, if there is one.
+    """
+
+    takes_instruction = True
+
+    def __init__(
+        self,
+        opened: Checkpoint,
+        tokenizer: Tokenizer,
+        positions: int,
+        max_length: int | None,
+        model_file: JsonObject,
+        score_file: JsonObject,
+    ):
+        tokens = read_transformer_file(opened.folder, "text-generation")
+        modes = read_value(tokens, "modality_config", dict, {})
+        self._structured = modes.get("message") == {**_MESSAGE, "format": "structured"}
+        if not self._structured and modes.get("message") != {**_MESSAGE, "format": "flat"}:
+            raise UnsupportedModelError(
+                f"{tokens.where}: modality_config.message {modes.get('message')!r} is not supported; with LogitScore, "
+                f"{_MESSAGE} is, of the format flat or structured"
+            )
+        options = {name: value for name, value in read_value(tokens, "processing_kwargs", dict, {}).items() if value}
+        chat = options.pop("chat_template", {})
+        if options or not isinstance(chat, dict) or chat.keys() - {"add_generation_prompt"}:
+            raise UnsupportedModelError(
+                f"{tokens.where}: processing_kwargs {tokens['processing_kwargs']!r} is not supported; "
+                "chat_template.add_generation_prompt is"
+            )
+        self._announces = read_value(chat, "add_generation_prompt", bool, False)
+        self.max_length = read_max_length(opened.folder, positions, max_length, tokens)
+        lower_case = read_value(tokens, "do_lower_case", bool, False)
+        self._tokenizer = tokenizer.with_lower_case() if lower_case else tokenizer
+        self._activation = activation_function(*_activation_name(model_file, opened.config))
+        read_value(score_file, "module_input_name", Literal["causal_logits"], "causal_logits")
+        self._true = read_value(score_file, "true_token_id", Count)
+        self._false = read_value(score_file, "false_token_id", Count | None, None)
+        rows = read_value(opened.config, "vocab_size", Size)
+        if max(self._true, self._false or 0) >= rows:
+            raise CheckpointError(f"{score_file.where}: its tokens are not of the model's {rows}")
+        probe = self._text("", "query-0", "document-1")
+        if "query-0" not in probe or "document-1" not in probe:
+            raise UnsupportedModelError(
+                f"{opened.folder}: its chat template does not show messages of the roles query and document"
+            )
+
+    def tokenize(
+        self, query: str, documents: Sequence[str], prompt: str, instruction: str | None, max_length: int
+    ) -> list[Tokens]:
+        """Tokens of the chat for each document. One that is too long loses its end, but not what ends each chat."""
+        system = prompt if instruction is None else instruction
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        # What two chats of other texts have in common at their ends is the template's.
+        short, long = (encode(self._text(system, text, text)) for text in ("0", "1 2 3 4"))
+        same = next((n for n in range(len(short)) if short[-1 - n] != long[-1 - n]), 0)
+        if max_length <= len(short):
+            raise InvalidParameterError(
+                f"max_length: {max_length} tokens leave none for the document after the prompt's {len(short)}"
+            )
+        end = short[len(short) - same :]
+        texts = [self._text(system, query, document) for document in documents]
+        tokenized = self._tokenizer.encode_batch(texts, max_length=max_length, add_special_tokens=False)
+        return [
+            Tokens([*ids[: len(ids) - same], *end] if left_out else ids, left_out=left_out)
+            for ids, left_out in tokenized
+        ]
+
+    def _text(self, system: str, query: str, document: str) -> str:
+        """The chat that asks for the document's score; without an instruction if `system` is empty."""
+        texts = {"system": system, "query": query, "document": document}
+        if not system:
+            del texts["system"]
+        content = (lambda text: [{"type": "text", "text": text}]) if self._structured else lambda text: text
+        messages = [{"role": role, "content": content(text)} for role, text in texts.items()]
+        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=self._announces)
+
+    def scores(
+        self, model: Any, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]
+    ) -> Float[Array, "S"]:
+        """Activation of the logit of the token that stands for a fitting document, less the other's if there is one."""
+        logits = model.logits(sentences.last(hidden_states(model, tokens, sentences)))
+        score = logits[:, self._true]
+        return self._activation(score if self._false is None else score - logits[:, self._false])
 
 
 class YesOrNo:
@@ -124,14 +231,17 @@ class YesOrNo:
         self._no, self._yes = answers[:2]
         self._prefix, self._suffix = (tokenizer.encode(text, add_special_tokens=False) for text in (PREFIX, SUFFIX))
 
-    def tokenize(self, query: str, documents: Sequence[str], instruction: str | None, max_length: int) -> list[Tokens]:
+    def tokenize(
+        self, query: str, documents: Sequence[str], prompt: str, instruction: str | None, max_length: int
+    ) -> list[Tokens]:
         """Tokens of the prompt for each document, which loses its end if there are too many."""
         room = max_length - len(self._prefix) - len(self._suffix)
         if room < 1:
             raise InvalidParameterError(
                 f"max_length: {max_length} tokens leave none for the document after the prompt's {max_length - room}"
             )
-        before = f"<Instruct>: {INSTRUCTION if instruction is None else instruction}\n<Query>: {query}\n<Document>: "
+        task = INSTRUCTION if instruction is None else instruction
+        before = f"<Instruct>: {task}\n<Query>: {prompt}{query}\n<Document>: "
         tokenized = self._tokenizer.encode_batch([before + document for document in documents], max_length=room)
         return [Tokens([*self._prefix, *ids, *self._suffix], left_out=left_out) for ids, left_out in tokenized]
 
@@ -193,7 +303,8 @@ def ranked(
 class Reranker:
     """Pairs of a query and a document to scores: weights on the device, a program for each bucket of lengths.
 
-    It takes cross-encoders of one label (BERT, RoBERTa, XLM-RoBERTa, ModernBERT, GTE, DeBERTa) and Qwen3-Reranker.
+    It takes cross-encoders of one label (BERT, RoBERTa, XLM-RoBERTa, ModernBERT, GTE, DeBERTa), Qwen3-Reranker, and
+    language models with sentence-transformers' `LogitScore`.
     What else is in the batch does not change a score beyond rounding.
 
     Examples:
@@ -230,14 +341,17 @@ class Reranker:
         enable_compilation_cache()
         begin = time.perf_counter()
         folder, opened = open_folder(model, revision)
-        if others := [entry.kind for entry in list_modules(folder)[1:]]:
+        entries = list_modules(folder)[1:]
+        kinds = [entry.kind for entry in entries]
+        if kinds not in ([], ["LogitScore"]):
             raise UnsupportedModelError(
-                f"{folder / 'modules.json'}: a reranker with {', '.join(others)} is not supported"
+                f"{folder / 'modules.json'}: a reranker with {', '.join(kinds)} is not supported"
             )
+        score_file = read_json(entries[0].folder / "config.json") if entries else None
         model_file = read_model_file(folder, "CrossEncoder")
         self._prompts = Prompts.from_file(model_file)
         tokenizer = Tokenizer.from_folder(opened.folder, rows=read_value(opened.config, "vocab_size", Size, None))
-        self._scorer, model_class, self.model_config = scorer_of(opened, tokenizer, max_length, model_file)
+        self._scorer, model_class, self.model_config = scorer_of(opened, tokenizer, max_length, model_file, score_file)
         loaded = load_for_calls(
             opened, model_class, self.model_config, dtype, quantization, keep_head=True, show_progress=show_progress
         )
@@ -277,12 +391,13 @@ class Reranker:
         """Scores of documents, in their order; a better answer to the query has a higher one.
 
         They are what sentence-transformers' `CrossEncoder.predict` gives: the logit through the checkpoint's activation
-        function, a sigmoid if it names none. Qwen3-Reranker's are the probability of "yes" against "no".
+        function, a sigmoid if it names none. Qwen3-Reranker's, without sentence-transformers' files, are the
+        probability of "yes" against "no".
 
         Args:
             instruction: task of a document, for models that read one; the published instruction if None.
             prompt_name: name of the checkpoint's prompt that goes before the query; its default if None.
-            prompt: text that goes before the query, whatever `prompt_name` is.
+            prompt: text that goes before the query, whatever `prompt_name` is; an instruction with `LogitScore`.
             batch_size: most pairs in one call of the device; as many as its tokens hold if None.
             show_progress: a bar, if stderr is a terminal and there are several documents.
 
@@ -342,7 +457,7 @@ class Reranker:
         self._check_instruction(instruction)
         limit = self.max_length if max_length is None else min(max_length, self.max_length)
         before = self._prompts.text(None) if prompt is None else prompt
-        return self._scorer.tokenize(before + query, documents, instruction, limit)
+        return self._scorer.tokenize(query, documents, before, instruction, limit)
 
     def score_tokens(self, pairs: Sequence[Tokens], batch_size: int | None = None) -> Float32[np.ndarray, "n"]:
         """Scores of tokens that `tokenize` gave, in their order.

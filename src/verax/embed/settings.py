@@ -133,11 +133,14 @@ def read_model_file(folder: Path, *kinds: str) -> JsonObject:
 def read_transformer_file(folder: Path, task: str, *, tokens: bool = False) -> JsonObject:
     """Content of the file of a transformer's tokens, under any of its names; empty without one.
 
-    `tokens`: True for a model of token vectors, which alone has the keys `LATE_INTERACTION`.
+    `tokens`: True for a model of token vectors, which alone has the keys `LATE_INTERACTION`. Of the task
+    "text-generation", how chat templates are rendered is left to the caller.
     """
     present = [name for name in _TRANSFORMER_FILES if (folder / name).is_file()]
     config = read_json(folder / [*present, *_TRANSFORMER_FILES][0], optional=True)
     names = _REFUSED if tokens else (*_REFUSED, *LATE_INTERACTION)
+    chats = task == "text-generation"
+    names = [name for name in names if not (chats and name == "processing_kwargs")]
     refused: dict[str, Any] = {name: config[name] for name in names if config.get(name)}
     if (given := config.get("transformer_task", task)) != task:
         refused["transformer_task"] = given
@@ -146,7 +149,7 @@ def read_transformer_file(folder: Path, task: str, *, tokens: bool = False) -> J
             f"{name}.{key}": value for key, value in read_value(config, name, dict, {}).items() if key not in _LOADING
         }
     for modality, how in read_value(config, "modality_config", dict, {}).items():
-        if modality == "message" or (modality == "text" and how not in _TEXT_ONLY):
+        if (modality == "message" and not chats) or (modality == "text" and how not in _TEXT_ONLY):
             refused[f"modality_config.{modality}"] = how
     for name, value in refused.items():
         raise UnsupportedModelError(f"{config.where}: {name} {value!r} is not supported")

@@ -156,13 +156,17 @@ class Tokenizer:
         """Token ids of a text; `add_special_tokens` for what the model expects around it (a beginning token, say)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_batch(self, texts: Sequence[str], *, max_length: int | None = None) -> list[tuple[list[int], int]]:
+    def encode_batch(
+        self, texts: Sequence[str], *, max_length: int | None = None, add_special_tokens: bool = True
+    ) -> list[tuple[list[int], int]]:
         """Token ids of each text, special ones included, and the number of tokens that were cut from its end.
 
-        `max_length`: tokens that are kept of a text, special ones included; None for all.
+        `max_length`: tokens that are kept of a text, special ones included; None for all. `add_special_tokens`: as in
+        `encode`.
         """
-        encodings = self._backend.encode_batch_fast(list(texts))
-        return [(ids, left_out) for ids, _, left_out in self._cut(encodings, max_length, 1)]
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        special = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        return [(ids, left_out) for ids, _, left_out in self._cut(encodings, max_length, special, 1)]
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_length: int
@@ -172,12 +176,12 @@ class Tokenizer:
         The longer text of a pair loses its end first (transformers' `longest_first`), or its beginning where
         `truncation_side` of tokenizer_config.json says so. Types are 0 where `model_input_names` lacks them.
         """
-        return self._cut(self._backend.encode_batch(list(pairs)), max_length, 2)
+        special = self._backend.num_special_tokens_to_add(True)
+        return self._cut(self._backend.encode_batch(list(pairs)), max_length, special, 2)
 
     def _cut(
-        self, encodings: Sequence[tokenizers.Encoding], max_length: int | None, texts: int
+        self, encodings: Sequence[tokenizers.Encoding], max_length: int | None, special: int, texts: int
     ) -> list[tuple[list[int], list[int], int]]:
-        special = self._backend.num_special_tokens_to_add(texts > 1)
         if max_length is not None and max_length < special + texts:
             raise InvalidParameterError(
                 f"max_length: {max_length} tokens leave none for each text next to {special} special ones"
