@@ -121,6 +121,15 @@ def test_a_batch_of_no_sequences_has_no_results():
     assert jax.grad(lambda x: jnp.sum(ops.gated_delta_rule(**x)[0]))(x)["v"].shape == x["v"].shape
 
 
+@pytest.mark.parametrize("mode", ["recurrent", "chunk", "auto"])
+def test_packed_sequences_may_be_numpys(mode, unchecked):
+    x = float32({name: a[:1] for name, a in inputs("gated_delta_rule").items()})
+    offsets = np.asarray([0, 2, x["v"].shape[1]])
+    expected, _ = ops.gated_delta_rule(**x, cu_seqlens=jnp.asarray(offsets), mode="recurrent")
+    out, _ = ops.gated_delta_rule(**{name: np.asarray(a) for name, a in x.items()}, cu_seqlens=offsets, mode=mode)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_states_in_slots_may_be_numpys(unchecked):
     x = float32({name: a[:, :1] for name, a in inputs("gated_delta_rule").items()})
     states = np.random.default_rng(0).standard_normal((5, 4, 12, 20)).astype(np.float32)

@@ -272,7 +272,7 @@ def _run(
     state = jnp.zeros((N, HV, K, V), dtype) if initial_state is None else initial_state.astype(dtype)
     if B == 0:
         return jnp.zeros((0, T // steps, HV, V), dtype), state if output_final_state else None
-    x, state = vary_alike((x, state))
+    x, state = vary_alike(jax.tree.map(jnp.asarray, (x, state)))
     offsets = None if cu_seqlens is None else cu_seqlens * steps
     options: dict[str, Any] = {
         "scale": K**-0.5 if scale is None else scale,
