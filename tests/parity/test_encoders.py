@@ -12,6 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.parity import test_causal_lm as causal_lm
+from tests.support import tiny
 from tests.support.tiny_encoder import (
     ROBERTA_PAIR,
     ROBERTA_SPECIAL,
@@ -242,6 +244,17 @@ def test_language_models_without_heads_and_with_attention_both_ways_match(family
             states = theirs(**tokenizer([sentence], return_tensors="pt", return_token_type_ids=False)).last_hidden_state
         expected = torch.nn.functional.normalize(states[0].mean(0), dim=0)
         np.testing.assert_allclose(vector, expected, atol=1e-4)
+
+
+def test_short_texts_have_the_rotation_of_short_contexts(tmp_path):
+    """Of LongRoPE, as in transformers."""
+    theirs = causal_lm.reference("phi3-long", tmp_path).model
+    tiny.tiny_tokenizer(tmp_path, causal_lm.SIZES["vocab_size"])
+    encoder = Encoder(tmp_path, max_length=60, pooling="mean")
+    texts = ["a fox by the river", "12 + 30"]
+    with torch.no_grad():
+        expected = [theirs(torch.tensor([ids])).last_hidden_state[0].mean(0) for ids, _ in encoder.tokenize(texts)]
+    assert relative(encoder.encode(texts, normalize=False), torch.stack(expected).numpy()) < 2e-6
 
 
 def test_files_of_nomics_and_gtes_own_code_are_read_without_the_code(tmp_path):

@@ -22,8 +22,9 @@ from verax.checkpoint.lora import Adapter, merge
 from verax.loading import load_causal_lm
 from verax.text.step.program import AbstractModel
 from verax.train.finetune import LoraSettings, train_full, train_lora
+from verax.train.finetune.data import validation_batches
 from verax.train.finetune.lora import TrainedAdapter
-from verax.train.finetune.run import batch_loss, recompute_layers
+from verax.train.finetune.run import Job, batch_loss, recompute_layers
 
 FAMILIES = {"qwen3": {}, "gemma3": {"layer_types": ["sliding_attention", "full_attention"]}}
 TOWER = "gemma3 with a vision tower"
@@ -59,7 +60,7 @@ def arrays(batch):
 def torch_loss(model, batch):
     """The loss by single rows without padding."""
     total = 0.0
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(batch.get("lengths", LENGTHS)):
         scores = model(torch.tensor(batch["tokens"][row : row + 1, :length])).logits[0]
         targets = torch.tensor(batch["targets"][row, :length], dtype=torch.long)
         losses = torch.nn.functional.cross_entropy(scores, targets, reduction="none")
@@ -86,6 +87,18 @@ def test_gradients_of_all_weights_match_pytorch(family, way, tmp_path):
     assert found.keys() == parameters.keys()
     for name, weight in parameters.items():
         assert relative(np.asarray(found[name]), weight.grad.numpy()) < 5e-5, name
+
+
+def test_short_examples_have_the_rotation_of_short_contexts(tmp_path):
+    """Of LongRoPE, as in transformers."""
+    theirs = causal_lm.reference("phi3-long", tmp_path / "base").eval()
+    tiny_tokenizer(tmp_path / "base", causal_lm.SIZES["vocab_size"])
+    data = write_examples(tmp_path / "data.jsonl")
+    run = Job(tmp_path / "base", data, None, settings(max_length=60), tmp_path / "run", False, False)
+    given = next(validation_batches(run.examples.items, rows=len(run.examples), max_length=60))
+    with torch.no_grad():
+        expected = torch_loss(theirs, given)
+    np.testing.assert_allclose(batch_loss(run.load("float32"), arrays(given)), expected.item(), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("family", "way"), [("qwen3", reference_operations), ("gemma3", nullcontext)])

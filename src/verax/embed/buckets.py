@@ -318,19 +318,22 @@ def load_for_calls(
     config: Any,
     dtype: str,
     quantization: str | None,
+    max_length: int,
     *,
     keep_head: bool = False,
     show_progress: bool,
 ) -> Any:
     """Load a model, quantise it if asked for, and pack its weights for the processor.
 
-    `keep_head`: keep a language model's own head, from which rerankers read the answer. Encoders do not call it. Heads
-    and embeddings stay floats.
+    `max_length`: tokens of the longest text, which LongRoPE depends on. `keep_head`: keep a language model's own head,
+    from which rerankers read the answer. Encoders do not call it. Heads and embeddings stay floats.
     """
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise InvalidParameterError(
             f"quantization: expected {' or '.join(map(repr, QUANTIZATIONS))} or None, got {quantization!r}"
         )
+    if hasattr(config, "for_context"):
+        config = config.for_context(max_length)
     with progress.bar("loading weights", enabled=show_progress, count=False) as report:
         model = load_model(
             opened,

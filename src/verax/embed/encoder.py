@@ -55,11 +55,10 @@ class LoadOptions:
     task: str | None
     show_progress: bool
 
-    def load(self, opened: Checkpoint, model_class: type[Any], config: Any) -> Any:
-        """Load the transformer in this dtype or quantised."""
-        return load_for_calls(
-            opened, model_class, config, self.dtype, self.quantization, show_progress=self.show_progress
-        )
+    def load(self, opened: Checkpoint, model_class: type[Any], config: Any, max_length: int) -> Any:
+        """Load the transformer in this dtype or quantised; arguments as in `load_for_calls`."""
+        given = self.dtype, self.quantization, max_length
+        return load_for_calls(opened, model_class, config, *given, show_progress=self.show_progress)
 
 
 class Encoder:
@@ -176,7 +175,7 @@ class Encoder:
         if self.settings.lower_case:
             self._tokenizer.with_lower_case()
         self._tokenizer.encode_batch((), max_length=self.max_length)  # refuses a limit that leaves no token for a text
-        loaded = options.load(opened, model_class, config)
+        loaded = options.load(opened, model_class, config, self.max_length)
         self._packs = getattr(loaded, "takes_packed_sentences", True)
         place = Sentences.packed if self._packs else Sentences.padded
 

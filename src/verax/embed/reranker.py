@@ -352,8 +352,9 @@ class Reranker:
         self._prompts = Prompts.from_file(model_file)
         tokenizer = Tokenizer.from_folder(opened.folder, rows=read_value(opened.config, "vocab_size", Size, None))
         self._scorer, model_class, self.model_config = scorer_of(opened, tokenizer, max_length, model_file, score_file)
+        given = dtype, quantization, self.max_length
         loaded = load_for_calls(
-            opened, model_class, self.model_config, dtype, quantization, keep_head=True, show_progress=show_progress
+            opened, model_class, self.model_config, *given, keep_head=True, show_progress=show_progress
         )
         scores = self._scorer.scores
 

@@ -74,7 +74,7 @@ class SparseEncoder(Encoder):
         self._tokenizer = Tokenizer.from_folder(opened.folder, rows=config.vocab_size)
         if self.settings.lower_case:
             self._tokenizer.with_lower_case()
-        loaded = options.load(opened, model_class, config)
+        loaded = options.load(opened, model_class, config, self.max_length)
 
         def encode(
             model: Any,

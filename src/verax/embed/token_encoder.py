@@ -224,7 +224,7 @@ class TokenEncoder(Encoder):
             self._tokenizer.with_lower_case()
         words = (self._tokenizer.token_id(word) for word in settings.skipped_words)
         self._skipped_ids = np.asarray([word for word in words if word is not None], np.int32)
-        loaded = options.load(opened, model_class, config)
+        loaded = options.load(opened, model_class, config, self.max_length)
         if not getattr(loaded, "takes_packed_sentences", True):
             raise UnsupportedModelError(f"{folder}: {model_class.__name__} has no token vectors here")
         causal = models.is_causal(opened.config)

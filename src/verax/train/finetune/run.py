@@ -86,7 +86,13 @@ class Job:
         """The model with its weights in this dtype."""
         quantization = DEQUANTIZE if self.settings.dequantize else None
         with progress.bar("loading", enabled=self.show_progress, count=False) as report:
-            return load_causal_lm(self.opened, dtype=dtype, quantization=quantization, progress=report)
+            return load_causal_lm(
+                self.opened,
+                max_model_len=self.max_length,
+                dtype=dtype,
+                quantization=quantization,
+                progress=report,
+            )
 
     def train(self, loss: Loss, params: Any, settings: dict[str, Any]) -> Any:
         """The trained parameters, of a loss by parameters and batch."""
