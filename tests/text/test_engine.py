@@ -328,6 +328,19 @@ def test_a_stream_that_is_dropped_leaves_the_other_requests_and_nothing_else(llm
     assert not llm.has_unfinished_requests
 
 
+def test_a_stream_is_whole_when_steps_of_others_finish_it(llm):
+    expected = llm.generate("abc", GREEDY)[0].outputs
+    pieces = llm.stream("abc", GREEDY)
+    shown = [next(pieces)]
+    assert finish(llm)[0].outputs == expected
+
+    def rest():
+        output = yield from pieces
+        assert output.outputs == expected
+
+    assert "".join([*shown, *rest()]) == expected[0].text
+
+
 def test_a_stream_of_an_engine_that_fell_asleep_is_refused(llm):
     pieces = llm.stream(PROMPTS[1], GREEDY)
     llm.sleep()

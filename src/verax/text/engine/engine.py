@@ -445,7 +445,7 @@ class Engine:
         params, before = sequence.request.params, sequence.request.text_before
         if sequence.detokenizer is not None and (params.stop or sequence.finished):
             if sequence.finished:
-                sequence.detokenizer.finish()
+                sequence.detokenizer.end()
             return sequence.detokenizer.text
         tokens = sequence.output_tokens
         if sequence.finish_reason == "stop" and not params.include_stop_str_in_output:

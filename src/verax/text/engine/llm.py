@@ -497,7 +497,7 @@ class LLM:
                 yield piece
             if request.error is not None:
                 raise request.error
-            return engine.pop_output(request)
+            return engine.output(request)  # `step` may have removed it already
         finally:
             if not finalizing():
                 self.abort(request.request_id)

@@ -595,12 +595,16 @@ class IncrementalDetokenizer:
         self._shown = max(self._shown, safe)
         return piece
 
-    def finish(self) -> str:
-        """End the text; return the rest that `delta` has not returned, undecided text included."""
+    def end(self) -> None:
+        """Add the undecided text, after the last token. What was shown of the text stays."""
         if not self._stopped:
             decoded = self._decode()
             self.text += decoded[self._decided :]
             self._decided = len(decoded)
+
+    def finish(self) -> str:
+        """End the text; return the rest that `delta` has not returned, undecided text included."""
+        self.end()
         piece = self.text[self._shown :]
         self._shown = len(self.text)
         return piece
