@@ -261,7 +261,10 @@ def test_prompts_of_each_shape_are_recognised(llm):
     ("prompts", "params", "message"),
     [
         *((wrong, None, "prompts: expected texts or lists of token ids") for wrong in (None, 5, b"abc")),
-        ({"text": "abc"}, None, "prompts: .*prompt_token_ids"),
+        ({"text": "abc"}, None, "prompts: text: .*prompt_token_ids"),
+        ({"prompt": "abc", "multi_modal_data": {"image": 0}}, None, "prompts: multi_modal_data: no such field"),
+        ([{"prompt_token_ids": [5, 6], "cache_salt": "me"}], None, "prompts: cache_salt: no such field"),
+        ({"prompt": None}, None, "prompts: .*got neither"),
         (["a", "b"], [GREEDY], "sampling_params: 1 given for 2"),
         *(([[5, wrong]], GREEDY, "prompt: expected token ids") for wrong in (1.5, "6", None, float("nan"), [6], True)),
         ([b"abc"], GREEDY, "prompt: expected a text, token ids or messages"),

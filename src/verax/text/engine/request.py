@@ -46,10 +46,15 @@ def content(prompt: Any) -> str | abc.Sequence[int]:
     """Text or token ids of one prompt; `prompt_token_ids` of a dictionary before its `prompt`."""
     if not isinstance(prompt, Mapping):
         return prompt
-    for key in ("prompt_token_ids", "prompt"):
-        if prompt.get(key) is not None:
-            return prompt[key]
-    raise InvalidParameterError(f"prompts: expected prompt or prompt_token_ids in a dictionary, got {sorted(prompt)}")
+    names = ("prompt_token_ids", "prompt")
+    if unknown := sorted(str(key) for key, value in prompt.items() if key not in names and value is not None):
+        raise InvalidParameterError(
+            f"prompts: {', '.join(unknown)}: no such field; a dictionary has prompt or prompt_token_ids"
+        )
+    for name in names:
+        if prompt.get(name) is not None:
+            return prompt[name]
+    raise InvalidParameterError("prompts: expected prompt or prompt_token_ids in a dictionary, got neither")
 
 
 def token_ids(name: str, tokens: Any) -> tuple[int, ...]:
