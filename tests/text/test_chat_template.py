@@ -92,7 +92,7 @@ def test_a_continued_message_ends_the_prompt_where_the_template_strips_it():
 
 
 def test_a_continued_message_can_have_parts():
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}, {"type": "image"}]
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}, {"type": "thinking"}]
     template = "{% for p in messages[0].content %}{{ p.text }}|{% endfor %}"
     assert render(template, [{"role": "a", "content": parts}], continue_final_message=True) == "one |two"
 
@@ -102,7 +102,7 @@ def test_a_message_that_the_template_drops_cannot_be_continued():
         render("{{ messages[0].content }}", PREFILLED, continue_final_message=True)
 
 
-@pytest.mark.parametrize("content", [None, [], [{"type": "image"}]])
+@pytest.mark.parametrize("content", [None, [], [{"type": "thinking"}]])
 def test_a_message_without_text_cannot_be_continued(content):
     with pytest.raises(InvalidParameterError, match=r"messages\[0\]: there is no text to continue"):
         render(CHATML, [{"role": "assistant", "content": content}], continue_final_message=True)
@@ -136,6 +136,13 @@ def test_an_invalid_template_is_refused_with_its_line():
 def test_no_conversation_is_refused_by_name(messages):
     with pytest.raises(InvalidParameterError, match=r"^messages"):
         render("", messages)
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "video", "input_audio"])
+def test_a_part_that_is_not_text_is_refused_by_its_type(kind):
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind}]
+    with pytest.raises(InvalidParameterError, match=rf"messages\[1\]: content: .*'{kind}'"):
+        render("{{ messages[1].content[0].text }}", [*HELLO, {"role": "user", "content": parts}])
 
 
 @pytest.mark.parametrize("message", [{"content": "x"}, {"role": "user"}, {"role": 1}])

@@ -30,6 +30,9 @@ from verax.text.tokens.lenient_json import object_so_far
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that a message's reasoning goes by; templates read the first, a few the second."""
 
+_MEDIA = ("image", "video", "audio")
+"""Words in the types of message parts that are not text, such as `image_url` and `input_audio`."""
+
 _END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
 """Text put after a message to find its end in the prompt; the space shows whether the template strips."""
 
@@ -187,6 +190,11 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
             raise InvalidParameterError(f"messages[{i}]: expected a dictionary with a role, got {message!r}")
         if "content" not in message and "tool_calls" not in message:
             raise InvalidParameterError(f"messages[{i}]: a message of role {message['role']!r} needs content")
+        parts = message.get("content")
+        for part in parts if isinstance(parts, (list, tuple)) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if isinstance(kind, str) and any(word in kind for word in _MEDIA):
+                raise InvalidParameterError(f"messages[{i}]: content: expected text, got a part of type {kind!r}")
 
 
 def render(
