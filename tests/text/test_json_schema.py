@@ -79,6 +79,11 @@ def accepts(schema, text, options=COMPACT):
         ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "array",
           "items": [{"type": "integer"}, {"type": "string"}], "additionalItems": False},
          [[1, "a"]], [[1, 1], [1, "a", 2]]),
+        # Characters that JSON escapes, in classes that exclude them.
+        ({"type": "string", "pattern": r'^[^\\/:*?"<>|]+$'}, ["a b\n"], ['a"b', "a\\b", "a/b", ""]),
+        ({"type": "string", "pattern": r'^\[[^]"]+[^-"]$'}, ["[ab", "[--a"], ['["b', "[]b", "[a-", '[a"']),
+        ({"type": "object", "patternProperties": {'^[^"]$': {"const": 1}}, "additionalProperties": False},
+         [{"a": 1}], [{'"': 1}]),
     ],
 )  # fmt: skip
 def test_what_a_schema_allows(schema, right, wrong):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
@@ -45,6 +46,10 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
 }
 """Values of keys that allow everything: the library refuses some of these keys, whatever their value."""
+
+_NEGATED = re.compile(r"\\.|\[\^([]-]?)", re.DOTALL)
+"""Beginning of a negated class in a regular expression, with a bracket or dash that is its first member, or any escape.
+"""
 
 _LIMITS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "format", "$schema", "$id", *_DEFINITIONS})
@@ -95,6 +100,10 @@ def _standard(schema: Any) -> Any:
     for key, value in schema.items():
         if key in _VALUES:
             standard[key] = value
+        elif key == "pattern" and isinstance(value, str):
+            standard[key] = _without_nul(value)
+        elif key == "patternProperties" and isinstance(value, Mapping):
+            standard[key] = {_without_nul(name): _standard(member) for name, member in value.items()}
         elif key in _NAMED and isinstance(value, Mapping):
             standard[key] = {name: _standard(member) for name, member in value.items()}
         elif key == "$ref" and isinstance(value, str):
@@ -112,6 +121,15 @@ def _standard(schema: Any) -> Any:
         if isinstance(standard.get(exclusive), bool) and standard.pop(exclusive) and limit in standard:
             standard[exclusive] = standard.pop(limit)
     return standard
+
+
+def _without_nul(pattern: str) -> str:
+    """A pattern whose negated classes lack NUL.
+
+    In a JSON string, the library takes quotes and backslashes for members of any class that has all control characters:
+    an answer to `[^"]` could be a quote.
+    """
+    return _NEGATED.sub(lambda found: rf"[^\x00{re.escape(found[1])}" if found[0][0] == "[" else found[0], pattern)
 
 
 class _Writer:
