@@ -56,6 +56,7 @@ def test_a_generation_config_gives_defaults():
     params = SamplingParams.from_generation_config(config)
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.6, 0.95, 20, 16)
     assert SamplingParams.from_generation_config({"do_sample": False, "temperature": 0.6, "typical_p": 0.9}).greedy
+    assert SamplingParams.from_generation_config({"stop_strings": ["</answer>"]}) == SamplingParams(stop="</answer>")
     inert = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "bad_words_ids": [], "top_h": None}
     assert SamplingParams.from_generation_config(inert) == SamplingParams()
 

@@ -19,7 +19,7 @@ from verax.text.features.structured_outputs import StructuredOutputs
 
 _LACKING: Mapping[str, Any] = {
     **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "sequence_bias", "forced_eos_token_id"), None),
-    **dict.fromkeys(("exponential_decay_length_penalty", "stop_strings", "watermarking_config", "dola_layers"), None),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "dola_layers"), None),
     **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), 0),
     **dict.fromkeys(("num_beams", "guidance_scale"), 1),
 }
@@ -79,7 +79,7 @@ class SamplingParams(SamplingFields):
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingParams:
-        """Parameters that a generation_config.json recommends. `do_sample: false` is greedy.
+        """Parameters that a generation_config.json recommends. `do_sample: false` is greedy, `stop_strings` are `stop`.
 
         Raises:
             CheckpointError: for a value of the file that is out of range, with its name.
@@ -87,6 +87,7 @@ class SamplingParams(SamplingFields):
         """
         recommended = [name for name, declared in options_of(cls).items() if declared.recommended]
         values = {name: config[name] for name in recommended if config.get(name) is not None}
+        values["stop"] = config.get("stop_strings")
         config = JsonObject(config, getattr(config, "where", "generation_config.json"))
         if not (draws := read_value(config, "do_sample", bool, True)):
             values["temperature"] = 0.0
