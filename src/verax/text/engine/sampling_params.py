@@ -20,8 +20,9 @@ from verax.text.features.structured_outputs import StructuredOutputs
 _LACKING: Mapping[str, Any] = {
     **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "sequence_bias", "forced_eos_token_id"), None),
     **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "dola_layers"), None),
-    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), 0),
-    **dict.fromkeys(("num_beams", "guidance_scale"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("penalty_alpha", "token_healing"), 0),
+    **dict.fromkeys(("num_beams", "guidance_scale", "encoder_repetition_penalty"), 1),
 }
 """Settings of a generation_config.json that change what transformers generates and that verax lacks, and the value of
 each that changes nothing, as None does."""
