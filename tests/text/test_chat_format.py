@@ -13,6 +13,8 @@ from tests.support.answers import SYNTAXES, TEMPLATES, read, written
 from tests.support.grammar import accepts as accepts_lark
 from tests.support.published import published_tokenizer
 from verax.text.features.chat_format import ChatFormat, chat_format, tool_grammar
+from verax.text.features.grammar import GrammarCompiler
+from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.tokens.tokenizer import Tokenizer
 
 GLM = "<tool_call>{{ call.name }}<arg_key>{{ key }}</arg_key> arguments"
@@ -302,6 +304,16 @@ def test_qwen3_coders_calls_go_through_qwen3s_tokens(qwen3):
     tokenizer = with_template(qwen3, "qwen3_coder")
     assert chat_format(tokenizer).tools == "qwen3_coder"
     assert shown(round_trip(tokenizer, CALLS)) == (CONTENT, "", CALLS)
+
+
+def test_a_demanded_call_has_qwen3s_tokens(qwen3):
+    pytest.importorskip("llguidance")
+    prompt = qwen3.apply_chat_template([{"role": "user", "content": "What is the time?"}], tools=tools())
+    grammar = StructuredOutputs.from_value(tool_grammar(chat_format(qwen3), tools(), "required", prompt=prompt))
+    compiler = GrammarCompiler(qwen3, vocab_size=qwen3.vocab_size, eos_token_ids=qwen3.eos_token_ids)
+    answer = '<think>\nThe clock.\n</think>\n\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    tokens = qwen3.encode(answer)
+    assert compiler.compile(grammar).matcher().num_allowed(tokens) == len(tokens)
 
 
 def test_llama_3s_published_template_has_no_calls(llama):

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+import tokenizers
 
 from tests.support import gguf as gguf_files
 from tests.support.invariants import check_engine
@@ -19,7 +20,7 @@ from verax.errors import InvalidParameterError, MissingDependencyError, QueueFul
 from verax.models import causal_lm
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features import grammar
-from verax.text.features.grammar import GrammarCompiler
+from verax.text.features.grammar import GrammarCompiler, mask_width
 from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.step.sizes import block_bytes
 from verax.text.tokens.tokenizer import Tokenizer
@@ -351,6 +352,53 @@ def test_the_tokenizer_of_a_gguf_file_works_too(tiny_folder, tmp_path):
     tokenizer = Tokenizer.from_checkpoint(Checkpoint.open(tmp_path / "tiny.gguf"))
     compiler = GrammarCompiler(tokenizer, vocab_size=320, eos_token_ids=tokenizer.eos_token_ids)
     compiler.compile(StructuredOutputs(choice=["abc"])).matcher().append(tokenizer.encode("abc"))
+
+
+@pytest.fixture(scope="module")
+def tagged(tiny_folder):
+    """A tokenizer with tokens in angle brackets that are not special, as Qwen3's, and a compiler of its grammars."""
+    backend = tokenizers.Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken(name, special=False) for name in ("<think>", "</think>")])
+    tokenizer = Tokenizer(backend)
+    return tokenizer, GrammarCompiler(tokenizer, vocab_size=330, eos_token_ids=[1])
+
+
+def allowed(matcher):
+    """Tokens that may come next."""
+    mask = np.zeros((1, mask_width(330)), np.int32)
+    matcher.fill(mask)
+    return np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")[:330]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"regex": "<think>[a-z ]*</think>[0-9]"}, "<think>a fox</think>7"),
+        ({"choice": ["<think>", "b"]}, "<think>"),
+        ({"json": {"const": "a <think>"}}, '"a <think>"'),
+        ({"json": {"type": "string"}}, '"a <think> b"'),
+        ({"grammar": 'root ::= "<think>" [a-z]+ "</think>"'}, "<think>a</think>"),
+        ({"grammar": 'start: <think> WORD "</think>" // <think>\nWORD: /<think>|a/'}, "<think>a</think>"),
+    ],
+    ids=str,
+)
+def test_tokens_in_angle_brackets_are_text(tagged, form, text):
+    tokenizer, compiler = tagged
+    matcher = compiler.compile(StructuredOutputs(**form)).matcher()
+    for token in tokenizer.encode(text):
+        assert token in allowed(matcher)
+        matcher.append([token])
+    assert allowed(matcher) == [1]
+
+
+@pytest.mark.parametrize("text", ["<|im_start|>", "a<|im_start|>b"])
+def test_the_name_of_a_special_token_is_spelled_out(tagged, text):
+    tokenizer, compiler = tagged
+    matcher, tokens = compiler.compile(StructuredOutputs(choice=[text])).matcher(), []
+    while (token := allowed(matcher)[-1]) != 1:
+        matcher.append([token])
+        tokens.append(token)
+    assert tokenizer.decode(tokens) == text
 
 
 def test_a_model_without_an_end_has_no_forms(formed):

@@ -6,9 +6,10 @@ llguidance (https://github.com/guidance-ai/llguidance) parses the answer so far 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +48,10 @@ _LIMITS = {
 that a slow machine gives the answers of a fast one. A state takes 1 to 2 KB. JSON schemas have some hundred items in a
 step, and grammars of characters some thousand for tokens of a hundred spaces. An ambiguous grammar has more in each
 step, and ends after some hundred tokens."""
+
+
+_LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?!/)(?:\\.|[^/\\])+/|(?:#|//)[^\n]*|<[^<>\s]+>')
+"""Texts, regular expressions and comments of a grammar in Lark's notation, and names of tokens."""
 
 
 def mask_width(vocab_size: int) -> int:
@@ -139,6 +144,37 @@ class Grammar:
             return GrammarMatcher(self.prototype.deep_copy(), self.vocabulary, self.after)
 
 
+class _Vocabulary:
+    """Tokens of a tokenizer for llguidance's `TokenizerWrapper`.
+
+    The library takes each added token in angle brackets, such as `<think>`, for a special one, whose name is not the
+    text of anything. Those that a tokenizer does not declare special are text here, as they are in answers.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
+        # Slices make masks quicker, and none is made of this one.
+        self._library: Any = require_optional("llguidance").LLTokenizer(
+            tokenizer.to_json(), n_vocab=vocab_size, eos_token=eos_token_ids, slices=[]
+        )
+        special = {token for token in range(vocab_size) if self._library.is_special_token(token)}
+        named = {token: tokenizer.token(token) or "" for token in special - tokenizer.special_token_ids}
+        self.text_tokens = {
+            name: token for token, name in named.items() if name[:1] == "<" and token not in eos_token_ids
+        }
+        """Tokens in angle brackets that are text, by their names."""
+        self._special = special.difference(self.text_tokens.values())
+        self.eos_token_id = eos_token_ids[0]
+        self.special_token_ids = sorted(self._special)
+        self.tokens = [self._library.decode_bytes([token]) for token in range(vocab_size)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of a text, in which the name of a special token is spelled out."""
+        tokens = self._library.tokenize_bytes(text)
+        return tokens if self._special.isdisjoint(tokens) else self._library.greedy_tokenize(text.decode())
+
+
 class GrammarCompiler:
     """Compiler of the grammars of one engine; any thread may call it."""
 
@@ -148,6 +184,7 @@ class GrammarCompiler:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._vocabulary: Any = None
+        self._text_tokens: Mapping[str, int] = {}
         self._compiled: OrderedDict[StructuredOutputs, Any] = OrderedDict()
         self._compiling = threading.BoundedSemaphore(MAX_COMPILING)
 
@@ -170,10 +207,11 @@ class GrammarCompiler:
     def _read_vocabulary(self) -> Any:
         if not self._eos_token_ids:
             raise InvalidParameterError("structured_outputs: this model has no end of text, with which an answer ends")
+        library = require_optional("llguidance")
         try:
-            return require_optional("llguidance").LLTokenizer(
-                self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
-            )
+            vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+            self._text_tokens = vocabulary.text_tokens
+            return library.LLTokenizer(library.TokenizerWrapper(vocabulary), eos_token=self._eos_token_ids)
         except ValueError as error:
             raise InvalidParameterError(
                 f"structured_outputs: llguidance does not support this tokenizer: {error}"
@@ -187,7 +225,7 @@ class GrammarCompiler:
 
         def run() -> None:
             try:
-                compiled.set_result(_compile(wanted, self._vocabulary, self._vocab_size))
+                compiled.set_result(_compile(wanted, self._vocabulary, self._vocab_size, self._text_tokens))
             except BaseException as error:  # a panic of the library is not an Exception
                 compiled.set_exception(error)
             finally:
@@ -208,11 +246,11 @@ class GrammarCompiler:
             raise _refused(wanted, f"it takes more than {COMPILE_SECONDS:g} s to compile; give a simpler one") from None
 
 
-def _compile(wanted: StructuredOutputs, vocabulary: Any, vocab_size: int) -> Any:
+def _compile(wanted: StructuredOutputs, vocabulary: Any, vocab_size: int, text_tokens: Mapping[str, int]) -> Any:
     library = require_optional("llguidance")
     try:
         limits = library.LLParserLimits(**_LIMITS)
-        matcher = library.LLMatcher(vocabulary, _source(wanted), log_level=0, limits=limits)
+        matcher = library.LLMatcher(vocabulary, _source(wanted, text_tokens), log_level=0, limits=limits)
     except BaseException as error:  # GBNF that is not valid, or a panic of the library
         raise _refused(wanted, str(error)) from error
     # The first mask is the slowest by far: the automaton of the tokens is built with it.
@@ -230,8 +268,11 @@ def _fill(matcher: Any, mask: Int[np.ndarray, "w"]) -> None:
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
 
-def _source(wanted: StructuredOutputs) -> str:
-    """The form in llguidance's own notation."""
+def _source(wanted: StructuredOutputs, text_tokens: Mapping[str, int]) -> str:
+    """The form in llguidance's own notation.
+
+    `text_tokens`: tokens that a grammar can name and that are not special.
+    """
     matcher = require_optional("llguidance").LLMatcher
     if wanted.regex is not None:
         return matcher.grammar_from_regex(wanted.regex)
@@ -239,13 +280,18 @@ def _source(wanted: StructuredOutputs) -> str:
         return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in wanted.choice))
     if wanted.grammar is not None:
         text = wanted.grammar.removeprefix("\ufeff")
-        return matcher.grammar_from_lark(lark_of_gbnf(text) if is_gbnf(text) else text)
+        return matcher.grammar_from_lark(lark_of_gbnf(text) if is_gbnf(text) else _numbered(text, text_tokens))
     schema = {"type": "object"} if wanted.json is None else json.loads(str(wanted.json))
     rules: dict[str, str] = {}
     body = schema_rule(schema, JSON_OPTIONS, rules)
     if body.startswith("%json "):
         return matcher.grammar_from_json_schema(body.removeprefix("%json "))
     return matcher.grammar_from_lark("\n".join(f"{name}: {text}" for name, text in {"start": body, **rules}.items()))
+
+
+def _numbered(lark: str, tokens: Mapping[str, int]) -> str:
+    """A grammar with the numbers of tokens in the place of their names."""
+    return _LARK.sub(lambda found: f"<[{tokens[found[0]]}]>" if found[0] in tokens else found[0], lark)
 
 
 def _refused(wanted: StructuredOutputs, reason: str) -> InvalidParameterError:
