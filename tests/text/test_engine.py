@@ -313,6 +313,8 @@ def test_an_impossible_answer_so_far_is_refused_and_leaves_nothing(llm, answers,
         (lambda llm: llm.chat([{"role": "user", "content": "abc"}], temperature=0), "temperature: give it in"),
         (lambda llm: llm.stream([{"role": "user", "content": "abc"}], max_tokens=3), "max_tokens: give it in"),
         (lambda llm: llm.stream("abc", enable_thinking=False), "enable_thinking: a prompt has no chat template"),
+        (lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template="{{ 1 }}"), "chat_template: it is not"),
+        (lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template_kwargs={}), "chat_template_kwargs: it"),
     ],
 )
 def test_an_argument_that_no_template_reads_is_refused(llm, answer, named):

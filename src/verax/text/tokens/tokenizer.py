@@ -29,6 +29,14 @@ _TokenIds = Annotated[Count | tuple[Count, ...], msgspec.Meta(description="a tok
 _TOKEN_FIELDS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
+_NOT_VARIABLES = frozenset(
+    (
+        *("chat_template", "chat_template_kwargs", "chat_template_content_format", "mm_processor_kwargs"),
+        *("tokenization_kwargs", "tokenizer_kwargs", "truncation", "max_length"),
+    )
+)
+"""Arguments of vLLM's and transformers' functions of this name that are not variables of templates."""
+
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
 """Tokens that end an answer in a vocabulary that has both, gpt-oss's, whichever of them its files name."""
 
@@ -268,11 +276,20 @@ class Tokenizer:
         """The prompt for a conversation of `{"role": ..., "content": ...}` messages, to be encoded without specials.
 
         With `continue_final_message` the prompt ends inside of the last message, and nothing announces an answer.
+
+        Raises:
+            InvalidParameterError: for messages that no template could render, and options of other libraries.
+            TemplateError: without a template, or if it refuses the messages.
         """
         if not self._chat_templates:
             raise TemplateError(
                 "this checkpoint has no chat template: give a prompt as text instead of messages, or save the model's "
                 "template as chat_template.jinja next to tokenizer.json, or give --chat-template"
+            )
+        if wrong := sorted(_NOT_VARIABLES.intersection(variables)):
+            raise InvalidParameterError(
+                f"{wrong[0]}: it is not implemented; variables of the checkpoint's chat template are arguments "
+                "themselves, such as enable_thinking=False"
             )
         name = "tool_use" if tools is not None and "tool_use" in self._chat_templates else "default"
         template = self._chat_templates.get(name)
