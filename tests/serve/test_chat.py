@@ -1,10 +1,13 @@
 """`/v1/chat/completions`: fields, streams that equal whole answers, errors."""
 
 import pytest
+import tokenizers
+from tokenizers import decoders
 
 from tests.serve.conftest import error_of, joined, named
 from verax.serve.http.body import decode
 from verax.serve.text.chat import ChatRequest, template_messages
+from verax.text.tokens.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "once upon a time"}]
@@ -139,6 +142,18 @@ def test_the_last_message_can_be_continued_and_echoed(api):
     assert api.ok(PATH, body)["choices"][0]["message"]["content"] == "there was" + plain
     error = api.refused(PATH, {**body, "add_generation_prompt": True})
     assert error["param"] == "continue_final_message"
+
+
+def test_a_continued_message_keeps_the_space_of_its_next_word(api, served_llm, monkeypatch):
+    plain = served_llm.tokenizer
+    backend = tokenizers.Tokenizer.from_str(plain._backend.to_str())
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])  # as of sentencepiece
+    monkeypatch.setattr(served_llm, "tokenizer", Tokenizer(backend, chat_templates=plain.chat_templates))
+    (space,) = plain.encode(" ")
+    body = {**BODY, "max_tokens": 1, "logit_bias": {str(space): 100}}
+    assert api.ok(PATH, body)["choices"][0]["message"]["content"] == ""
+    body["messages"] = [*USER, {"role": "assistant", "content": "there"}]
+    assert api.ok(PATH, {**body, "continue_final_message": True})["choices"][0]["message"]["content"] == " "
 
 
 def test_prompt_logprobs_are_for_whole_answers(api):

@@ -247,11 +247,14 @@ def test_an_answer_goes_on_where_a_prompt_ends_and_begins_anew_in_a_chat(tmp_pat
     llm = LLM(tmp_path, dtype="float32", max_model_len=64, use_tqdm=False)
     [time] = tokenizer.encode("time")
     chat = [{"role": "user", "content": "once upon a"}]
+    continued = [*chat, {"role": "assistant", "content": "once upon a"}]
     for stop in ((), ("!",)):  # decoded at once, and token by token
         params = SamplingParams(temperature=0, max_tokens=1, logit_bias={time: 100.0}, stop=stop)
         outputs = llm.generate(["once upon a", tokenizer.encode("once upon a")], params) + llm.chat(chat, params)
         assert [output.outputs[0].text for output in outputs] == [" time", " time", "time"]
         assert "".join(llm.stream("once upon a", params)) == " time"
+        (output,) = llm.chat(continued, params, continue_final_message=True)
+        assert output.outputs[0].text == "".join(llm.stream(continued, params, continue_final_message=True)) == " time"
 
 
 def test_the_work_for_a_token_does_not_grow(byte_level, monkeypatch):

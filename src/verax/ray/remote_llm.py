@@ -202,6 +202,7 @@ class RemoteLLM:
         sampling_params: SamplingParams | None = None,
         *,
         add_special_tokens: bool = True,
+        continues_prompt: bool | None = None,
         continue_from: abc.Sequence[abc.Sequence[int]] | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -221,6 +222,7 @@ class RemoteLLM:
             prompt,
             params,
             add_special_tokens=add_special_tokens,
+            continues_prompt=continues_prompt,
             output_token_ids=continue_from,
             lora_request=lora_request,
         )

@@ -298,6 +298,7 @@ async def run_chat(
             prompts=[prompt],
             params=params,
             add_special_tokens=request.add_special_tokens is True,
+            continues_prompt=request.continue_final_message is True,
             field="messages",
             new_parser=parser,
             names=names,

@@ -152,6 +152,7 @@ class Run:
 
     Args:
         model: name of the model for the answer, which may be an adapter's.
+        add_special_tokens, continues_prompt: arguments of `AsyncLLM.generate`.
         new_parser: makes the parser of one answer; None if all text is content.
         names: the client's names of fields in errors, as `renamed` takes them.
         drop: leave the generated tokens out: only the prompt counts.
@@ -172,6 +173,7 @@ class Run:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         add_special_tokens: bool,
+        continues_prompt: bool | None = None,
         field: str,
         new_parser: Callable[[], AnswerParser] | None = None,
         names: Mapping[str, str] | None = None,
@@ -195,7 +197,11 @@ class Run:
         # Each prompt joins the queue here. If one finds it full, dropping the others takes them out again.
         self._streams = [
             server.engine.generate(
-                prompt, params, add_special_tokens=add_special_tokens, lora_request=server.adapters.get(model)
+                prompt,
+                params,
+                add_special_tokens=add_special_tokens,
+                continues_prompt=continues_prompt,
+                lora_request=server.adapters.get(model),
             )
             for prompt in prompts
         ]

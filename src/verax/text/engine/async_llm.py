@@ -163,6 +163,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         add_special_tokens: bool = True,
+        continues_prompt: bool | None = None,
         continue_from: abc.Sequence[abc.Sequence[int]] | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -180,6 +181,9 @@ class AsyncLLM:
             sampling_params: the checkpoint's recommended ones if None.
             request_id: an id that no unfinished request has; a new one if None.
             add_special_tokens: let the tokenizer add its special tokens to a text.
+            continues_prompt: the answer's text follows the prompt's, as after an answer that a chat template left open.
+                False if it is a message of its own, which begins without a space that sentencepiece's decoders strip;
+                None for `add_special_tokens`.
             continue_from: an answer so far for each sample. The request continues as it would have without a break, if
                 seeds are given, and outputs have what is new only.
             lora_request: adapter of the request; the base model if None. It is read in a thread.
@@ -197,6 +201,7 @@ class AsyncLLM:
             sampling_params,
             request_id=request_id,
             add_special_tokens=add_special_tokens,
+            continues_prompt=continues_prompt,
             continue_from=continue_from,
             lora_request=lora_request,
         )

@@ -128,6 +128,7 @@ class Engine:
         if inputs.is_chat:
             prompt, special = self.render(prompt), False
         tokens = self._tokenize(prompt, add_special_tokens=special)
+        continues = special if inputs.continues_prompt is None else inputs.continues_prompt
         answers = tuple(token_ids("output_token_ids", answer) for answer in inputs.output_token_ids or ())
         self._check(tokens, params, stream=inputs.stream, answers=answers)
         room = self.max_model_len - len(tokens)
@@ -142,7 +143,7 @@ class Engine:
             grammar,
             adapter,
             answers,
-            tokens if special else (),
+            tokens if continues else (),
         )
 
     def add(self, request: Request) -> None:

@@ -336,7 +336,9 @@ class LLM:
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations: abc.Sequence[Any] = [messages] if one else messages
         prompts = [self.render(conversation, tools=tools, **template_options) for conversation in conversations]
-        return self._run(prompts, sampling_params, use_tqdm, lora_request, add_special_tokens=False)
+        continued = bool(template_options.get("continue_final_message"))
+        options = {"add_special_tokens": False, "continues_prompt": continued}
+        return self._run(prompts, sampling_params, use_tqdm, lora_request, **options)
 
     def stream(
         self,
@@ -359,7 +361,8 @@ class LLM:
                 raise InvalidParameterError(f"{next(iter(template_options))}: a prompt has no chat template")
             conversation: Any = inputs.prompt
             text = self.render(conversation, **template_options)
-            inputs = replace(inputs, prompt=text, add_special_tokens=False)
+            continued = bool(template_options.get("continue_final_message"))
+            inputs = replace(inputs, prompt=text, add_special_tokens=False, continues_prompt=continued)
         return self._pieces(self._prepare(inputs))
 
     @property
@@ -450,10 +453,17 @@ class LLM:
         lora_request: LoRARequest | abc.Sequence[LoRARequest | None] | None,
         *,
         add_special_tokens: bool,
+        continues_prompt: bool | None = None,
     ) -> list[RequestOutput]:
         n = len(prompts)
         inputs = [
-            RequestInput(prompt, params, add_special_tokens=add_special_tokens, lora_request=adapter)
+            RequestInput(
+                prompt,
+                params,
+                add_special_tokens=add_special_tokens,
+                continues_prompt=continues_prompt,
+                lora_request=adapter,
+            )
             for prompt, params, adapter in zip(
                 prompts,
                 _one_each("sampling_params", self._recommended if sampling_params is None else sampling_params, n),

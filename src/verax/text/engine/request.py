@@ -79,6 +79,9 @@ class RequestInput:
     """Id that no unfinished request has; None for a new one."""
     add_special_tokens: bool = True
     """Let the tokenizer add its special tokens to a text. A conversation's template has written them already."""
+    continues_prompt: bool | None = None
+    """True if the answer's text follows the prompt's, False if it is a message of its own, which begins without the
+    space that sentencepiece's decoders strip; None for `add_special_tokens`, as plain prompts have it."""
     stream: bool = False
     """Decode the text token by token, in `Sequence.detokenizer`, so that it can be shown as it grows."""
     output_token_ids: abc.Sequence[abc.Sequence[int]] | None = None
@@ -221,7 +224,7 @@ class Request:
     output_token_ids: tuple[tuple[int, ...], ...] = ()
     """Answer so far of each sample, with which it begins; empty for none."""
     text_before: tuple[int, ...] = ()
-    """Tokens whose text the answer's continues: the prompt's, or none after a chat template, where it is a message."""
+    """Tokens whose text the answer's continues: the prompt's, or none where it is a message of its own."""
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
