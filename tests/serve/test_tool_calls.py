@@ -115,6 +115,13 @@ def test_a_response_format_leaves_the_model_its_calls(api):
     assert api.refused(PATH, {**BODY, **wrong})["param"] == "response_format"
 
 
+def test_an_answer_of_gpt_oss_comes_back_as_its_template_reads_it(harmony_api):
+    call = {"id": "a", "type": "function", "function": {"name": "rain", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": "I look.", "reasoning_content": "Where?", "tool_calls": [call]}
+    prompt = prompt_of(harmony_api, [*USER, answer, {"role": "tool", "tool_call_id": "a", "content": "5 mm"}])
+    assert "assistant<|message|>Where?\nI look.<|end|><|start|>tool<|message|>5 mm<|end|>" in prompt
+
+
 def test_gpt_oss_has_no_other_efforts_than_it_was_trained_with(harmony_api):
     plain = {"messages": USER, "max_tokens": 1}
     for effort in ("none", "minimal", "xhigh"):

@@ -9,7 +9,7 @@ from tests.support.answers import read_cut
 from tests.support.grammar import accepts
 from tests.support.published import llama_cpp_source
 from verax.text.features.chat_format import ChatFormat, chat_format, tool_grammar
-from verax.text.features.harmony import TAGS
+from verax.text.features.harmony import TAGS, history
 from verax.text.tokens.tokenizer import Tokenizer
 
 TURN = "<|start|>assistant"
@@ -114,11 +114,42 @@ def test_an_answer_ends_at_a_call_too_whatever_the_files_name(tmp_path):
     assert {tokenizer.token(number) for number in tokenizer.eos_token_ids} == {"<|return|>", "<|call|>"}
 
 
-def test_the_published_template_makes_what_the_parser_reads():
+@pytest.fixture(scope="module")
+def published():
+    """A tokenizer with gpt-oss' own template."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.add_special_tokens([*TAGS, "<|endoftext|>"])
     template = llama_cpp_source("models/templates/openai-gpt-oss-120b.jinja").read_text()
-    tokenizer = Tokenizer(backend, chat_templates={"default": template})
+    return Tokenizer(backend, chat_templates={"default": template})
+
+
+def call_of(name, number, **arguments):
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_each_call_of_an_answer_comes_back_with_its_own_result(request):
+    calls = [call_of("weather", 1, city="Oslo"), call_of("clock", 2)]
+    answer = {"role": "assistant", "reasoning_content": "Where?", "content": "I look.", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": f"call_{i}", "content": text} for i, text in ((2, "noon"), (1, "5 mm"))]
+    question = {"role": "user", "content": "Rain?"}
+    told = history([question, answer, *results])
+    assert [message.get("content") for message in told] == ["Rain?", "Where?\nI look.", "5 mm", "", "noon"]
+    assert [message.get("tool_calls") for message in told] == [None, calls[:1], None, calls[1:], None]
+    later = [{"role": "tool", "content": "no id"}, {"role": "tool", "tool_call_id": "other", "content": "?"}]
+    assert history([question, answer, *later])[-2:] == later
+    prompt = request.getfixturevalue("published").apply_chat_template(told)
+    assert prompt.partition("Rain?<|end|>")[2] == (
+        f"{TURN}<|channel|>analysis<|message|>Where?\nI look.<|end|>"
+        f"{TURN} to=functions.weather<|channel|>commentary json<|message|>{CITY}<|call|>"
+        '<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"5 mm"<|end|>'
+        f"{TURN} to=functions.clock<|channel|>commentary json<|message|>{{}}<|call|>"
+        '<|start|>functions.clock to=assistant<|channel|>commentary<|message|>"noon"<|end|>'
+        f"{TURN}"
+    )
+
+
+def test_the_published_template_makes_what_the_parser_reads(published):
+    tokenizer = published
     form = chat_format(tokenizer)
     assert (form.tools, form.reasoning, form.sampling_overrides) == ("harmony", True, {"skip_special_tokens": False})
     tools = [{"type": "function", "function": {"description": "", **tool}} for tool in TOOLS]

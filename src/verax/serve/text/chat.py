@@ -24,6 +24,7 @@ from verax.serve.http.sse import DONE, data_event
 from verax.serve.http.telemetry import RequestRecord
 from verax.serve.text.run import Run, RunAnswer, RunEvent, prompt_logprobs, text_routes
 from verax.serve.text.sampling import GenerationRequest, Positive, Refused, form_error, sampling_params, text_form
+from verax.text.features import harmony
 from verax.text.features.chat_format import parser_for, tool_grammar
 from verax.text.features.tool_calls import ToolCallDelta
 
@@ -307,7 +308,9 @@ async def run_chat(
 
 async def render_chat(server: Server, request: ChatRequest) -> str:
     """Prompt of a chat, by the checkpoint's template."""
-    messages = template_messages(request.messages)
+    messages: Sequence[Mapping[str, Any]] = template_messages(request.messages)
+    if server.chat_format.tools == "harmony":
+        messages = harmony.history(messages)
     return await server.engine.render(messages, tools=_tools(request), **template_options(request))
 
 
