@@ -35,6 +35,7 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": None, "fun
         ("content.strip().split('</think>')[-1]", ""),
         ("content | trim ~ '!'", "!"),
         ("content | tojson", "null"),
+        ("content[0]['text'] + '.'", "."),
         ("missing is none", "False"),
         ("tool_calls[0] | tojson", '{"id": null, "function": {"name": "f", "arguments": {}}}'),
     ],

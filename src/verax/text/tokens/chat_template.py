@@ -221,7 +221,10 @@ def render(
 
 
 class _Null(str):
-    """None of a message's key: not defined for templates, as in transformers, but none, and an empty text."""
+    """None of a message's key: not defined for templates, as in transformers, but none, and an empty text.
+
+    So is each of its items, for templates that take what is not a text for a list of parts.
+    """
 
     __slots__ = ()
 
@@ -230,6 +233,9 @@ class _Null(str):
 
     def __ne__(self, other: object) -> bool:
         return not self == other
+
+    def __getitem__(self, key: object) -> _Null:
+        return self
 
     __hash__ = str.__hash__
 
