@@ -11,10 +11,11 @@ import tokenizers
 
 from tests.support.answers import SYNTAXES, TEMPLATES, read, written
 from tests.support.grammar import accepts as accepts_lark
-from tests.support.published import published_tokenizer
+from tests.support.published import llama_cpp_source, published_tokenizer
 from verax.text.features.chat_format import ChatFormat, chat_format, tool_grammar
 from verax.text.features.grammar import GrammarCompiler
 from verax.text.features.structured_outputs import StructuredOutputs
+from verax.text.tokens.chat_template import render
 from verax.text.tokens.tokenizer import Tokenizer
 
 GLM = "<tool_call>{{ call.name }}<arg_key>{{ key }}</arg_key> arguments"
@@ -52,6 +53,19 @@ def test_special_tags_are_kept_in_the_text_and_others_need_nothing():
     assert form.sampling_overrides == {"skip_special_tokens": False}
     assert form.turn_tokens == ("<|im_end|>",)
     assert chat_format(tokenizer_with({"default": TEMPLATES["hermes"]}, added=["<tool_call>"])).sampling_overrides == {}
+
+
+def test_calls_of_one_answer_come_back_one_by_one_where_templates_take_one():
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in ("rain", "wind")]
+    results = [{"role": "tool", "tool_call_id": name, "content": f"{name}!"} for name in ("wind", "rain")]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a", "tool_calls": calls}, *results]
+    assert ChatFormat("hermes").history(messages) == messages
+    template = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.id }} {% endfor %}{{ m.content }};{% endfor %}"
+    told = ChatFormat("llama3_json").history(messages)
+    assert [len(message["tool_calls"]) for message in told if "tool_calls" in message] == [1, 1]
+    assert render(template, told) == "?;rain a;rain!;wind ;wind!;"
+    template = llama_cpp_source("models/templates/meta-llama-Llama-3.1-8B-Instruct.jinja").read_text()
+    assert '"parameters": {}}<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"wind!"' in render(template, told)
 
 
 TURN = "<|im_start|>assistant\n"

@@ -9,7 +9,7 @@ from tests.support.answers import read_cut
 from tests.support.grammar import accepts
 from tests.support.published import llama_cpp_source
 from verax.text.features.chat_format import ChatFormat, chat_format, tool_grammar
-from verax.text.features.harmony import TAGS, history
+from verax.text.features.harmony import TAGS
 from verax.text.tokens.tokenizer import Tokenizer
 
 TURN = "<|start|>assistant"
@@ -132,11 +132,11 @@ def test_each_call_of_an_answer_comes_back_with_its_own_result(request):
     answer = {"role": "assistant", "reasoning_content": "Where?", "content": "I look.", "tool_calls": calls}
     results = [{"role": "tool", "tool_call_id": f"call_{i}", "content": text} for i, text in ((2, "noon"), (1, "5 mm"))]
     question = {"role": "user", "content": "Rain?"}
-    told = history([question, answer, *results])
+    told = FORM.history([question, answer, *results])
     assert [message.get("content") for message in told] == ["Rain?", "Where?\nI look.", "5 mm", "", "noon"]
     assert [message.get("tool_calls") for message in told] == [None, calls[:1], None, calls[1:], None]
     later = [{"role": "tool", "content": "no id"}, {"role": "tool", "tool_call_id": "other", "content": "?"}]
-    assert history([question, answer, *later])[-2:] == later
+    assert FORM.history([question, answer, *later])[-2:] == later
     prompt = request.getfixturevalue("published").apply_chat_template(told)
     assert prompt.partition("Rain?<|end|>")[2] == (
         f"{TURN}<|channel|>analysis<|message|>Where?\nI look.<|end|>"

@@ -24,7 +24,6 @@ from verax.serve.http.sse import DONE, data_event
 from verax.serve.http.telemetry import RequestRecord
 from verax.serve.text.run import Run, RunAnswer, RunEvent, prompt_logprobs, text_routes
 from verax.serve.text.sampling import GenerationRequest, Positive, Refused, form_error, sampling_params, text_form
-from verax.text.features import harmony
 from verax.text.features.chat_format import parser_for, tool_grammar
 from verax.text.features.tool_calls import ToolCallDelta
 
@@ -308,9 +307,7 @@ async def run_chat(
 
 async def render_chat(server: Server, request: ChatRequest) -> str:
     """Prompt of a chat, by the checkpoint's template."""
-    messages: Sequence[Mapping[str, Any]] = template_messages(request.messages)
-    if server.chat_format.tools == "harmony":
-        messages = harmony.history(messages)
+    messages = server.chat_format.history(template_messages(request.messages))
     return await server.engine.render(messages, tools=_tools(request), **template_options(request))
 
 

@@ -28,6 +28,7 @@ from verax.text.features.tool_calls import (
     JsonCallReader,
     XmlCallReader,
     function_tag,
+    one_call_each,
     read_functions,
 )
 from verax.text.tokens.tokenizer import Tokenizer
@@ -102,6 +103,12 @@ class ChatFormat:
         if opened == closed:
             return "open"
         return "inside" if opened > closed else "over"
+
+    def history(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Messages of a conversation in a form that the template takes, so that each answer can come back."""
+        if self.tools == "harmony":
+            messages = harmony.history(messages)
+        return one_call_each(messages) if self.tools in ("harmony", "llama3_json") else messages
 
     def structured_after(self, prompt: str) -> str | None:
         """Text after which a grammar begins, for `StructuredOutputs(after=...)`: the end of the reasoning, or None."""

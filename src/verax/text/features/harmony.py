@@ -36,30 +36,14 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")
 
 
 def history(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages as gpt-oss' template reads them.
-
-    The template takes one call of a message, the reasoning or the content before it, and gives the result after it that
-    call's name. So each call is a message of its own, which its result follows, and what is said before the first one
-    is one text.
-    """
+    """Messages as gpt-oss' template takes them: the reasoning and the content before a call are one text."""
     told: list[Mapping[str, Any]] = []
     for message in messages:
-        call_id = message.get("tool_call_id")
-        if calls := message.get("tool_calls"):
+        if message.get("tool_calls"):
             thoughts = filter(None, (message.get("reasoning_content"), message.get("content")))
-            texts = ["\n".join(thoughts), *[""] * (len(calls) - 1)]
-            called = zip(texts, calls, strict=True)
-            told += [{"role": "assistant", "content": text, "tool_calls": [call]} for text, call in called]
-        elif message["role"] == "tool" and call_id is not None:
-            own = (i for i in reversed(range(len(told))) if _call_id(told[i]) == call_id)
-            told.insert(next(own, len(told) - 1) + 1, message)
-        else:
-            told.append(message)
+            message = {"role": "assistant", "content": "\n".join(thoughts), "tool_calls": message["tool_calls"]}
+        told.append(message)
     return told
-
-
-def _call_id(message: Mapping[str, Any]) -> Any:
-    return message["tool_calls"][0].get("id") if "tool_calls" in message else None
 
 
 class HarmonyParser(AnswerParser):
