@@ -55,6 +55,26 @@ def test_special_tags_are_kept_in_the_text_and_others_need_nothing():
     assert chat_format(tokenizer_with({"default": TEMPLATES["hermes"]}, added=["<tool_call>"])).sampling_overrides == {}
 
 
+REFUSING = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first!') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }};{% endfor %}"
+)
+DROPPING = "{{ messages[0].content }};{% for m in messages if m.role != 'system' %}{{ m.content }};{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "first"), [(REFUSING, True), (DROPPING, True), (PLAIN, False)])
+def test_instructions_stand_first_where_the_template_takes_no_others(template, first):
+    tokenizer = tokenizer_with({"default": template})
+    form = chat_format(tokenizer)
+    assert form.instructions_first == first
+    messages = [{"role": role, "content": text} for role, text in (("system", "a"), ("user", "b"), ("system", "c"))]
+    told = form.history(messages)
+    assert told == ([{"role": "system", "content": "a\nc"}, messages[1]] if first else messages)
+    assert "c" in tokenizer.apply_chat_template(told)
+    assert form.history(messages[1:])[0]["role"] == ("system" if first else "user")
+    assert form.history(messages[1:2]) == messages[1:2]
+
+
 def test_calls_of_one_answer_come_back_one_by_one_where_templates_take_one():
     calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in ("rain", "wind")]
     results = [{"role": "tool", "tool_call_id": name, "content": f"{name}!"} for name in ("wind", "rain")]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, TemplateError
 from verax.text.features import gemma_calls, harmony
 from verax.text.features.gemma_calls import GemmaCallReader
 from verax.text.features.harmony import HarmonyParser
@@ -78,6 +78,8 @@ class ChatFormat:
     """Tags above that are special tokens, which a tokenizer leaves out of the text unless told otherwise."""
     turn_tokens: tuple[str, ...] = ()
     """Special tokens of the template: the last one in a prompt stands before the answer."""
+    instructions_first: bool = False
+    """True if the template refuses or leaves out instructions, messages of the system, that are not the first one."""
 
     @property
     def reasoning_tags(self) -> tuple[str, str]:
@@ -105,7 +107,14 @@ class ChatFormat:
         return "inside" if opened > closed else "over"
 
     def history(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Messages of a conversation in a form that the template takes, so that each answer can come back."""
+        """Messages of a conversation in a form that the template takes, so that each answer can come back.
+
+        `messages`: with texts as contents of the system's.
+        """
+        instructions = [message["content"] for message in messages if message["role"] == "system"]
+        if self.instructions_first and instructions:
+            others = (message for message in messages if message["role"] != "system")
+            messages = [{"role": "system", "content": "\n".join(instructions)}, *others]
         if self.tools == "harmony":
             messages = harmony.history(messages)
         return one_call_each(messages) if self.tools in ("harmony", "llama3_json") else messages
@@ -131,7 +140,18 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
         reasoning=_reasons(tools, template, in_vocabulary),
         special_tokens=frozenset(tags & special),
         turn_tokens=tuple(sorted(token for token in special - tags if token in template)),
+        instructions_first=bool(template) and not _takes_instructions_within(tokenizer),
     )
+
+
+def _takes_instructions_within(tokenizer: Tokenizer) -> bool:
+    """True if a template writes instructions that come within a conversation."""
+    roles = ("system", "user", "assistant", "system", "user")
+    conversation = [{"role": role, "content": f"text {i} of {role}"} for i, role in enumerate(roles)]
+    try:
+        return "text 3 of system" in tokenizer.apply_chat_template(conversation)
+    except TemplateError:
+        return False
 
 
 def _reasons(tools: ToolSyntax, template: str, in_vocabulary: bool) -> bool:
