@@ -28,7 +28,8 @@ def function(name, **more):
     return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
 
 
-HARMONY = """{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endfor %}
+HARMONY = """{% for tool in tools or [] %}{{- "// " + tool.function.description }}{% endfor %}
+{%- for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}"""
 
 TOOLS = [function("rain"), function("wind")]

@@ -152,7 +152,7 @@ def test_the_published_template_makes_what_the_parser_reads(published):
     tokenizer = published
     form = chat_format(tokenizer)
     assert (form.tools, form.reasoning, form.sampling_overrides) == ("harmony", True, {"skip_special_tokens": False})
-    tools = [{"type": "function", "function": {"description": "", **tool}} for tool in TOOLS]
+    tools = FORM.functions([{"type": "function", "function": tool} for tool in TOOLS])  # without descriptions
     question = [{"role": "user", "content": "What is the weather?"}]
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
     for answer, expected in (

@@ -307,8 +307,9 @@ async def run_chat(
 
 async def render_chat(server: Server, request: ChatRequest) -> str:
     """Prompt of a chat, by the checkpoint's template."""
-    messages = server.chat_format.history(template_messages(request.messages))
-    return await server.engine.render(messages, tools=_tools(request), **template_options(request))
+    form = server.chat_format
+    messages, tools = form.history(template_messages(request.messages)), form.functions(_tools(request))
+    return await server.engine.render(messages, tools=tools, **template_options(request))
 
 
 async def count_tokens(server: Server, request: ChatRequest, names: Mapping[str, str] | None = None) -> int:

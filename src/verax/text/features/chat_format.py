@@ -119,6 +119,13 @@ class ChatFormat:
             messages = harmony.history(messages)
         return one_call_each(messages) if self.tools in ("harmony", "llama3_json") else messages
 
+    def functions(self, tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
+        """Functions that the model may call, in OpenAI's form, as the template takes them."""
+        if tools is None or self.tools != "harmony":
+            return tools
+        # Its template adds each description to a text.
+        return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
+
     def structured_after(self, prompt: str) -> str | None:
         """Text after which a grammar begins, for `StructuredOutputs(after=...)`: the end of the reasoning, or None."""
         if self.tools == "harmony":
