@@ -185,11 +185,13 @@ def test_only_allowed_pages_get_permission_before_a_request(make_api):
     server = Server(settings=settings)
     client = TestClient(create_app(server), base_url="http://127.0.0.1")
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+    asked["Access-Control-Request-Private-Network"] = "true"
     allowed = client.options(CHAT, headers={**asked, "Origin": "https://good.example"})
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == "https://good.example"
     assert "POST" in allowed.headers["access-control-allow-methods"]
     assert "authorization" in allowed.headers["access-control-allow-headers"]
+    assert allowed.headers["access-control-allow-private-network"] == "true"
     for origin in ("https://evil.example", "https://good.example.evil.example", "http://good.example"):
         refused = client.options(CHAT, headers={**asked, "Origin": origin})
         assert refused.status_code >= 400

@@ -100,6 +100,7 @@ def create_app(server: Server) -> Starlette:
                 allow_origins=list(server.settings.allowed_origins),
                 allow_methods=["*"],
                 allow_headers=["*"],
+                allow_private_network=True,  # Chrome asks where a page of the internet calls a server on this network
                 expose_headers=["x-request-id", "retry-after"],
             )
         )
