@@ -203,6 +203,18 @@ def test_a_closing_tag_in_an_argument_is_part_of_it():
     assert calls(parse([code], "qwen3_coder"))[0][1]["city"] == "<a>\n</function>\n</tool_call>"
 
 
+@pytest.mark.parametrize(
+    "value", ["</parameter> x", "<p>\n  </parameter>\n</p>", "\n</parameter>.", "<parameter=x></parameter>1"]
+)
+def test_a_value_may_have_the_tag_that_ends_values(value):
+    for size in (1, 1000):
+        text = CODER.replace("Bergen", value)
+        answer = parse([text[i : i + size] for i in range(0, len(text), size)], "qwen3_coder")
+        assert (answer.content, calls(answer)) == ("", [("weather", {"city": value, "days": 3})])
+    objects = CODER.replace("city", "tags").replace("Bergen", '["</parameter>"]')
+    assert calls(parse([objects], "qwen3_coder")) == [("weather", {"tags": ["</parameter>"], "days": 3})]
+
+
 XML_VALUES = {
     "days": {"3": 3, "three": "three", "3.5": "3.5", "1e400": "1e400"},
     "exact": {"True": True, "false": False, "1": True, "0": False, "2": "2"},
@@ -284,8 +296,11 @@ def test_content_before_a_tag_streams_at_once():
         ),
         (
             "qwen3_coder",
-            ["<tool_call>\n<func", "tion=weather>", "\n<parameter=city>", '\nA "', 'b"\n', "c\n</par", "ameter>\n</f"],
-            ["", "{", '"city": ', '"A \\"', 'b\\"', "\\nc", '"'],
+            [
+                *("<tool_call>\n<func", "tion=weather>", "\n<parameter=city>"),
+                *('\nA "', 'b"\n', "c\n</p", "arameter>\n</function>"),
+            ],
+            ["", "{", '"city": ', '"A \\"', 'b\\"', "\\nc", '"}'],
         ),
     ],
 )  # fmt: skip

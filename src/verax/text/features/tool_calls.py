@@ -461,6 +461,12 @@ class JsonCallReader:
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _END_FUNCTION, _OPEN_CALL, _END_CALL = "</function>", "<tool_call>", "</tool_call>"
 _END_FUNCTION_AND_CALL = f"{_END_FUNCTION}\n{_END_CALL}"
+_AFTER_END = {
+    _END_PARAMETER: (_PARAMETER, _END_PARAMETER, _END_FUNCTION, _END_CALL, _OPEN_CALL, "<function="),
+    _END_FUNCTION_AND_CALL: (_OPEN_CALL,),
+}
+"""Tags that may follow a tag that ends a value; where another text follows, it is a part of the value."""
+
 _KEY_END = re.compile(r"[>\n]")
 
 
@@ -526,8 +532,8 @@ class XmlCallReader:
     def _value(self, source: GrowingText, calls: CallSink, function: Function, key: str) -> Generator[None, None, None]:
         """Read a value and the tag after it, without the line breaks next to the tags.
 
-        Models forget the tag now and then. Then the next parameter ends the value, or the end of the call, if nothing
-        or another call follows: a value may be about these tags.
+        A value may be about these tags: its own ends it where a tag follows, or nothing. Models forget it now and then.
+        Then the next parameter ends the value, or the end of the call, if nothing or another call follows.
         """
         while source.at == len(source.text):
             if source.final:
@@ -540,15 +546,17 @@ class XmlCallReader:
         is_text = (types := function.types(key)) == {"string"}
         put = (lambda text: calls.add(json.dumps(text, ensure_ascii=False)[1:-1])) if is_text else value.append
         calls.add('"' if is_text else "")
-        while (tag := (yield from source.up_to(tags, put, _without_newline))) == _END_FUNCTION_AND_CALL:
-            if (yield from source.expect((_OPEN_CALL,))) is not None:
+        while (tag := (yield from source.up_to(tags, put, _without_newline))) in _AFTER_END:
+            if (yield from source.expect(_AFTER_END[tag])) is not None:
                 break
             put(source.text[source.mark : source.at])
         if tag is None:
             return
         calls.add('"' if is_text else _cast("".join(value), types))
-        if tag != _END_PARAMETER and source.mark is not None:
-            source.at = source.mark
+        assert source.mark is not None
+        source.at = source.mark
+        if tag == _END_PARAMETER:
+            yield from source.expect((tag,))
 
 
 def _without_newline(text: str) -> str:
