@@ -73,7 +73,8 @@ class HarmonyParser(AnswerParser):
         tag: str | None = END if any(end in rest for end in (END, RETURN, CALL)) else None
         while True:
             if tag in (END, RETURN, CALL):
-                tag = yield from self._source.up_to((START,), lambda text: None)
+                # Models forget the beginning of a message now and then, too.
+                tag = yield from self._source.up_to((START, CHANNEL), lambda text: None)
                 if tag is None:
                     return
             if tag is not None or not in_body:
@@ -84,6 +85,7 @@ class HarmonyParser(AnswerParser):
                         self._put(text, reasoning=False)
                     return
                 header = "".join(pieces)
+                header = header[max(header.rfind(START), 0) :]  # after a header that led nowhere
             in_body = ""
             tag = yield from self._body(header)
             if tag is None:
