@@ -75,6 +75,23 @@ def test_instructions_stand_first_where_the_template_takes_no_others(template, f
     assert form.history(messages[1:2]) == messages[1:2]
 
 
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles!') }}"
+    "{% endif %}{{ m.content }};{% endfor %}"
+)
+
+
+def test_texts_of_one_role_in_a_row_are_one_message_where_the_template_wants_it():
+    given = [{"role": role, "content": text} for role, text in (("user", "a"), ("user", "b"), ("assistant", "c"))]
+    for template, expected in ((ALTERNATING, "a\n\nb;c;"), (REFUSING, "user: a;user: b;assistant: c;")):
+        tokenizer = tokenizer_with({"default": template})
+        form = chat_format(tokenizer)
+        assert form.alternates == (template == ALTERNATING)
+        assert tokenizer.apply_chat_template(form.history(given)) == expected
+    called = [given[2], {**given[2], "tool_calls": [{"function": {"name": "f"}}]}]
+    assert ChatFormat(alternates=True).history(called) == called
+
+
 def test_calls_of_one_answer_come_back_one_by_one_where_templates_take_one():
     calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in ("rain", "wind")]
     results = [{"role": "tool", "tool_call_id": name, "content": f"{name}!"} for name in ("wind", "rain")]

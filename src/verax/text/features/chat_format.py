@@ -80,6 +80,8 @@ class ChatFormat:
     """Special tokens of the template: the last one in a prompt stands before the answer."""
     instructions_first: bool = False
     """True if the template refuses or leaves out instructions, messages of the system, that are not the first one."""
+    alternates: bool = False
+    """True if the template refuses two messages of the user in a row."""
 
     @property
     def reasoning_tags(self) -> tuple[str, str]:
@@ -115,6 +117,8 @@ class ChatFormat:
         if self.instructions_first and instructions:
             others = (message for message in messages if message["role"] != "system")
             messages = [{"role": "system", "content": "\n".join(instructions)}, *others]
+        if self.alternates:
+            messages = _joined_by_role(messages)
         if self.tools == "harmony":
             messages = harmony.history(messages)
         return one_call_each(messages) if self.tools in ("harmony", "llama3_json") else messages
@@ -147,18 +151,31 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
         reasoning=_reasons(tools, template, in_vocabulary),
         special_tokens=frozenset(tags & special),
         turn_tokens=tuple(sorted(token for token in special - tags if token in template)),
-        instructions_first=bool(template) and not _takes_instructions_within(tokenizer),
+        instructions_first=bool(template)
+        and "text 3" not in _written(tokenizer, "system", "user", "assistant", "system", "user"),
+        alternates="text 0" in _written(tokenizer, "user") and not _written(tokenizer, "user", "user"),
     )
 
 
-def _takes_instructions_within(tokenizer: Tokenizer) -> bool:
-    """True if a template writes instructions that come within a conversation."""
-    roles = ("system", "user", "assistant", "system", "user")
-    conversation = [{"role": role, "content": f"text {i} of {role}"} for i, role in enumerate(roles)]
+def _written(tokenizer: Tokenizer, *roles: str) -> str:
+    """Prompt of a conversation with these roles, whose texts are "text 0" and so on; empty if it is refused."""
+    conversation = [{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)]
     try:
-        return "text 3 of system" in tokenizer.apply_chat_template(conversation)
+        return tokenizer.apply_chat_template(conversation)
     except TemplateError:
-        return False
+        return ""
+
+
+def _joined_by_role(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages of which those of a role in a row are one, if they have nothing but text."""
+    joined: list[Mapping[str, Any]] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if last.keys() == message.keys() == {"role", "content"} and last["role"] == message["role"]:
+            joined[-1] = {**last, "content": f"{last['content'] or ''}\n\n{message['content'] or ''}"}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _reasons(tools: ToolSyntax, template: str, in_vocabulary: bool) -> bool:
