@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import tokenizers
 
-from tests.support.answers import SYNTAXES, TEMPLATES, read, written
+from tests.support.answers import SYNTAXES, TEMPLATES, read, read_cut, written
 from tests.support.grammar import accepts as accepts_lark
 from tests.support.published import llama_cpp_source, published_tokenizer
 from verax.text.features.chat_format import ChatFormat, chat_format, tool_grammar
@@ -46,6 +46,27 @@ def test_reasoning_shows_in_the_template_or_in_the_vocabulary():
     assert chat_format(tokenizer_with({"default": PLAIN + "</think>"})).reasoning
     assert chat_format(tokenizer_with({"default": PLAIN}, added=["<think>", "</think>"])).reasoning
     assert not chat_format(tokenizer_with({"default": PLAIN}, added=["<think>"])).reasoning
+
+
+def test_mistrals_reasoning_stands_in_brackets():
+    special = ["[INST]", "[/INST]", "[THINK]", "[/THINK]"]
+    template = llama_cpp_source("models/templates/mistralai-Ministral-3-14B-Reasoning-2512.jinja").read_text()
+    tokenizer = tokenizer_with({"default": template}, special=special)
+    form, prompt = (
+        chat_format(tokenizer),
+        tokenizer.apply_chat_template([{"role": "user", "content": "What is [THINK]?"}]),
+    )
+    assert (form.reasoning, form.reasoning_state(prompt)) == (True, "open")
+    assert form.sampling_overrides == {"skip_special_tokens": False}
+    for answer, expected in (
+        ("[THINK]Which [x]?\nThat.[/THINK]It is [THIS].", ("It is [THIS].", "Which [x]?\nThat.", [])),
+        ("It is [THINK].", ("It is [THINK].", "", [])),
+    ):
+        assert read_cut(answer, form, None, prompt) == expected
+    grammar = tool_grammar(form, None, prompt=prompt, form={"json_object": True})
+    for text in ("{}", "[THINK]a[/THINK]\n{}"):
+        assert accepts(grammar, text)
+    assert not accepts(grammar, "[THINK]a{}")
 
 
 def test_special_tags_are_kept_in_the_text_and_others_need_nothing():

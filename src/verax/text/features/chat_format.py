@@ -20,8 +20,10 @@ from verax.text.features.json_schema import JSON_OPTIONS, literal, referenced, s
 from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.features.tool_calls import (
     CLOSE_REASONING,
+    CLOSE_THINK,
     CLOSE_THOUGHT,
     OPEN_REASONING,
+    OPEN_THINK,
     OPEN_THOUGHT,
     AnswerParser,
     Function,
@@ -80,13 +82,17 @@ class ChatFormat:
     """Special tokens of the template: the last one in a prompt stands before the answer."""
     instructions_first: bool = False
     """True if the template refuses or leaves out instructions, messages of the system, that are not the first one."""
+    in_brackets: bool = False
+    """True if the tags of the reasoning are Mistral's."""
     alternates: bool = False
     """True if the template refuses two messages of the user in a row."""
 
     @property
     def reasoning_tags(self) -> tuple[str, str]:
         """Tags that begin and end the reasoning."""
-        return (OPEN_THOUGHT, CLOSE_THOUGHT) if self.tools == "gemma4" else (OPEN_REASONING, CLOSE_REASONING)
+        if self.tools == "gemma4":
+            return OPEN_THOUGHT, CLOSE_THOUGHT
+        return (OPEN_THINK, CLOSE_THINK) if self.in_brackets else (OPEN_REASONING, CLOSE_REASONING)
 
     @property
     def sampling_overrides(self) -> dict[str, Any]:
@@ -144,11 +150,19 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
     special = {token for number in tokenizer.special_token_ids if (token := tokenizer.token(number))}
     in_vocabulary = all(tokenizer.token_id(tag) is not None for tag in (OPEN_REASONING, CLOSE_REASONING))
     tags = {OPEN_REASONING, CLOSE_REASONING, OPEN_CALL, CLOSE_CALL, PYTHON_TAG, *harmony.TAGS}
-    tags |= {OPEN_THOUGHT.removesuffix("thought"), CLOSE_THOUGHT, *_CALL_TAGS["gemma4"], gemma_calls.QUOTE}
+    tags |= {
+        OPEN_THINK,
+        CLOSE_THINK,
+        OPEN_THOUGHT.removesuffix("thought"),
+        CLOSE_THOUGHT,
+        *_CALL_TAGS["gemma4"],
+        gemma_calls.QUOTE,
+    }
     tools = _tool_syntax(template)
     return ChatFormat(
         tools=tools,
         reasoning=_reasons(tools, template, in_vocabulary),
+        in_brackets=OPEN_THINK in template,
         special_tokens=frozenset(tags & special),
         turn_tokens=tuple(sorted(token for token in special - tags if token in template)),
         instructions_first=bool(template)
@@ -182,7 +196,7 @@ def _reasons(tools: ToolSyntax, template: str, in_vocabulary: bool) -> bool:
     """True if a model reasons. `in_vocabulary`: True if its tokenizer has the tags `<think>` and `</think>`."""
     if tools in ("harmony", "gemma4"):
         return tools == "harmony" or CLOSE_THOUGHT in template
-    return bool(template) and (CLOSE_REASONING in template or in_vocabulary)
+    return bool(template) and (CLOSE_REASONING in template or OPEN_THINK in template or in_vocabulary)
 
 
 def _tool_syntax(template: str) -> ToolSyntax:
@@ -402,7 +416,8 @@ class _Lark:
 
     def __init__(self, template: ChatFormat, functions: Mapping[str, Function], *, strict_only: bool):
         """Write the rules of calls of some functions. With `strict_only` the others take any arguments."""
-        self._special = template.special_tokens
+        # Lark has names for tokens in angle brackets alone: others are text, which leaves the model no such token.
+        self._special = frozenset(token for token in template.special_tokens if token.startswith("<"))
         self._call_tags = _CALL_TAGS.get(template.tools)
         self._break = "" if template.tools == "gemma4" else '"\\n" '
         self._reasoning_tags = template.reasoning_tags

@@ -48,6 +48,9 @@ OPEN_REASONING, CLOSE_REASONING = "<think>", "</think>"
 OPEN_THOUGHT, CLOSE_THOUGHT = "<|channel>thought", "<channel|>"
 """Tags around Gemma 4's reasoning."""
 
+OPEN_THINK, CLOSE_THINK = "[THINK]", "[/THINK]"
+"""Tags around the reasoning of Mistral's models."""
+
 
 @dataclass(frozen=True)
 class Delta:
@@ -92,7 +95,9 @@ def join(deltas: Iterable[Delta], text: str = "") -> WholeAnswer:
     )
     content, reasoning = ("".join(getattr(delta, name) for delta in deltas) for name in ("content", "reasoning"))
     if not all(may_become_json(call.arguments) for call in joined):
-        rest = next((text.partition(tag)[2] for tag in (CLOSE_REASONING, CLOSE_THOUGHT) if tag in text), "")
+        rest = next(
+            (text.partition(tag)[2] for tag in (CLOSE_REASONING, CLOSE_THOUGHT, CLOSE_THINK) if tag in text), ""
+        )
         return WholeAnswer((reasoning and rest.lstrip()) or text, reasoning)
     return WholeAnswer(content, reasoning, joined)
 
@@ -294,7 +299,7 @@ class GrowingText:
     def up_to(
         self, tags: Sequence[str], put: Callable[[str], None], strip: Callable[[str], str] = str.rstrip
     ) -> Generator[None, None, str | None]:
-        """Hand text on as it arrives, up to the first tag, which is read. All tags begin with `<`.
+        """Hand text on as it arrives, up to the first tag, which is read. All tags begin with `<` or `[`.
 
         `tags`: what the text ends with. `put`: takes the text, without what `strip` removes before the tag. The mark is
         set there.
@@ -316,16 +321,18 @@ class GrowingText:
             yield
 
 
+_TAG_BEGIN = re.compile(r"[<\[]")
+
+
 def _find_tag(text: str, start: int, tags: Sequence[str], *, final: bool) -> tuple[int, str | None]:
     """Position of the first tag from `start` on, and the tag; without it the position of what may become one."""
-    at = text.find("<", start) if tags else -1
-    while at >= 0:
+    for begin in _TAG_BEGIN.finditer(text, start) if tags else ():
+        at = begin.start()
         for tag in tags:
             if text.startswith(tag, at):
                 return at, tag
         if not final and any(tag.startswith(text[at : at + len(tag)]) for tag in tags):
             return at, None
-        at = text.find("<", at + 1)
     return len(text), None
 
 
