@@ -143,6 +143,8 @@ def test_long_examples_are_cut_and_those_with_nothing_to_learn_left_out(read):
         ),
         ({"messages": [USER, ANSWER | {"weight": 0.5}]}, r"messages\[1\].weight: expected 0 or 1, got 0.5"),
         ({"messages": [USER, ANSWER | {"weight": 0}]}, "each answer has the weight 0"),
+        ({"messages": [USER, ANSWER | {"loss": False}]}, r'messages\[1\].loss: False is not supported; .*"weight" 0'),
+        ({"messages": [USER | {"train": True}, ANSWER]}, r"messages\[0\].train: True is not supported"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "writes nothing of an answer"),
         ({"messages": [USER, ANSWER], "tools": "[]"}, r"tools: expected a list of objects, got '\[\]'"),
         ({"messages": [USER, ANSWER], "system": "be brief"}, "system: it is not supported"),

@@ -34,6 +34,9 @@ _REFUSED = {
 }
 """Fields of other programs' files that change an example, each with what is possible here."""
 
+_SWITCHES = ("loss", "train", "training", "trainable")
+"""Names by which other programs' files say whether a message is trained."""
+
 
 class Example(NamedTuple):
     """Tokens of an example."""
@@ -175,7 +178,7 @@ def _conversation(messages: Any, tools: Any, tokenizer: Tokenizer) -> list[list[
 
 
 def _check_conversation(messages: Any, tools: Any) -> None:
-    """Refuse what a template would write as Python shows it, and weights that are not supported."""
+    """Refuse what a template would write as Python shows it, and weights and switches that are not supported."""
     check_messages(messages)
     for i, message in enumerate(messages):
         content, weight = message.get("content"), message.get("weight")
@@ -183,6 +186,10 @@ def _check_conversation(messages: Any, tools: Any) -> None:
             raise ValueError(f"messages[{i}].content: expected a text, got {content!r:.60}")
         if weight not in (None, 0, 1):
             raise ValueError(f"messages[{i}].weight: expected 0 or 1, got {weight!r}")
+        answer = message["role"] == "assistant"
+        if refused := next((name for name in _SWITCHES if message.get(name) not in (None, answer)), None):
+            possible = 'give the answer the "weight" 0' if answer else "only the assistant's answers are learned"
+            raise ValueError(f"messages[{i}].{refused}: {message[refused]!r} is not supported; {possible}")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"tools: expected a list of objects, got {tools!r:.60}")
 
