@@ -96,7 +96,9 @@ struct BlockTile {
           for (int line = 0; line < LINES; ++line) prefetch(next + i * block + (c * LINES + line) * BLOCK);
         }
         VERAX_UNROLL
-        for (int v = 0; v < V; ++v) add_chunk<R, C>(sums[v], w + v * F32::lanes, block, factors[v], c, x, with);
+        for (int v = 0; v < V; ++v) {
+          add_chunk<R, C>(sums[v], w + v * F32::lanes, block, factors[v], c, read_anew(x), with);
+        }
       }
     }
 

@@ -20,6 +20,14 @@ constexpr int LANE_ROWS = V == 1 ? 8 : 4;
 // At most two: registers would hold four for one or two rows, but four streams are read more slowly.
 constexpr int lane_columns(int rows) { return rows > LANE_ROWS / 2 ? 1 : 2; }
 
+// The same address, of which the compiler does not know that: it would keep what it reads there for the first lanes, more
+// than registers hold, to have it for the others.
+template <class T>
+inline const T* read_anew(const T* p) {
+  asm volatile("" : "+r"(p));  // or two of them would be taken for one
+  return p;
+}
+
 // y[0..16] = or += sums, where only `count` may be touched.
 inline void add_to(float* y, const F32 (&sums)[V], int64_t count, bool first) {
   float whole[BLOCK] = {};

@@ -105,6 +105,13 @@ inline void store_low_bytes(int8_t* p, const Words& a) {
 struct Words {
   __m512i v;
 };
+#if !defined(__AVX512VNNI__)
+// The same, added to before what comes next: GCC would first compute all products of a sum, and keep them in memory.
+inline Words in_order(Words a) {
+  asm("" : "+v"(a.v));
+  return a;
+}
+#endif
 inline Words words(uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
 inline Words load_words(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Words shift_left(Words a, int n) { return {_mm512_slli_epi32(a.v, n)}; }
@@ -136,9 +143,9 @@ inline Words load_halves(const int8_t* p) {
 inline Words dot_bytes(Words sums, Words a, Words b) { return {_mm512_dpbusd_epi32(sums.v, a.v, b.v)}; }
 inline Words dot_halves(Words sums, Words a, Words b) { return {_mm512_dpwssd_epi32(sums.v, a.v, b.v)}; }
 #else
-inline Words dot_halves(Words sums, Words a, Words b) { return add(sums, {_mm512_madd_epi16(a.v, b.v)}); }
+inline Words dot_halves(Words sums, Words a, Words b) { return in_order(add(sums, {_mm512_madd_epi16(a.v, b.v)})); }
 inline Words dot_pairs(Words pairs, Words codes, Words x) {
-  return {_mm512_add_epi16(pairs.v, _mm512_maddubs_epi16(codes.v, x.v))};
+  return in_order({_mm512_add_epi16(pairs.v, _mm512_maddubs_epi16(codes.v, x.v))});
 }
 #endif
 
@@ -147,6 +154,11 @@ inline Words dot_pairs(Words pairs, Words codes, Words x) {
 struct Words {
   __m256i v;
 };
+// The same, added to before what comes next: GCC would first compute all products of a sum, and keep them in memory.
+inline Words in_order(Words a) {
+  asm("" : "+x"(a.v));
+  return a;
+}
 inline Words words(uint32_t x) { return {_mm256_set1_epi32(static_cast<int>(x))}; }
 inline Words load_words(const uint32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
 inline Words shift_left(Words a, int n) { return {_mm256_slli_epi32(a.v, n)}; }
@@ -184,9 +196,9 @@ inline Words load_halves(const int8_t* p) {
 inline Words dot_bytes(Words sums, Words a, Words b) { return {_mm256_dpbusd_avx_epi32(sums.v, a.v, b.v)}; }
 inline Words dot_halves(Words sums, Words a, Words b) { return {_mm256_dpwssd_avx_epi32(sums.v, a.v, b.v)}; }
 #else
-inline Words dot_halves(Words sums, Words a, Words b) { return add(sums, {_mm256_madd_epi16(a.v, b.v)}); }
+inline Words dot_halves(Words sums, Words a, Words b) { return in_order(add(sums, {_mm256_madd_epi16(a.v, b.v)})); }
 inline Words dot_pairs(Words pairs, Words codes, Words x) {
-  return {_mm256_add_epi16(pairs.v, _mm256_maddubs_epi16(codes.v, x.v))};
+  return in_order({_mm256_add_epi16(pairs.v, _mm256_maddubs_epi16(codes.v, x.v))});
 }
 #endif
 
