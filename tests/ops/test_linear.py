@@ -9,7 +9,6 @@ import pytest
 
 from verax import ops
 from verax.errors import InvalidParameterError
-from verax.ops.packed import PackedWeight
 from verax.ops.quantized import round_inputs
 
 
@@ -59,7 +58,7 @@ def test_derivatives_pass_inputs_that_become_integers(implementation, packed):
     rng = np.random.default_rng(0)
     x, w, wanted = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 64), (48, 64), (5, 48)))
     weight = ops.quantize(w, 8, rounds_inputs=True)
-    given = PackedWeight.from_weight(weight) if packed and implementation is None else weight
+    given = ops.pack_weight(weight) if packed and implementation is None else weight
     with ops.use_implementations(**{} if implementation is None else {"linear": implementation}):
         slope = jax.grad(lambda x: jnp.vdot(ops.linear(x, given), wanted))(x)
     np.testing.assert_allclose(slope, wanted @ weight.dequantize(), rtol=1e-4, atol=1e-4)

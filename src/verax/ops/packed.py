@@ -20,7 +20,7 @@ CELL_VALUES = {"float32": 1, "bfloat16": 2, "int8": 2}
 """Inputs of a row that an instruction multiplies in one lane, by dtype of the weight."""
 
 ROUNDED_CELL_VALUES = 4
-"""The same of 8-bit integers that are multiplied by 8-bit integers."""
+"""The same of 8-bit integers that are multiplied by 8-bit integers, where an instruction does that."""
 
 OFFSET = 128
 """Number added to 8-bit integers, since the instruction multiplies bytes without a sign by bytes with one."""
@@ -38,8 +38,8 @@ class PackedWeight:
     """Weight `[F, D]` of a linear operation, which takes it in the place of an array. A pytree of one or two arrays.
 
     `cells[p, d, f, c]` is row `48 p + f`, input `d * values + c`, where values is 1 of float32, 2 of bfloat16 and of
-    8-bit integers, and 4 of 8-bit integers that round their inputs. A last panel that is not full ends with zeros.
-    `from_weight` makes one, and `unpacked` gives back what went in.
+    8-bit integers, and 4 of 8-bit integers that round their inputs, or 2 where only 16 bits are multiplied. A last
+    panel that is not full ends with zeros. `from_weight` makes one, and `unpacked` gives back what went in.
     """
 
     cells: Any
@@ -55,14 +55,21 @@ class PackedWeight:
     """As of a `QuantizedWeight`. Inputs of other 8-bit integers keep 14 bits: a scale for each 768 inputs of a row."""
 
     @staticmethod
-    def from_weight(weight: Float[Array, "F D"] | QuantizedWeight) -> PackedWeight:
-        """Lay out a weight of float32 or bfloat16, or of 8-bit integers with a scale for each row. Runs under `jit`."""
+    def from_weight(
+        weight: Float[Array, "F D"] | QuantizedWeight, rounded_cell_values: int = ROUNDED_CELL_VALUES
+    ) -> PackedWeight:
+        """Lay out a weight of float32 or bfloat16, or of 8-bit integers with a scale for each row. Runs under `jit`.
+
+        Args:
+            weight: weight `[F, D]`.
+            rounded_cell_values: inputs of a cell of 8-bit integers that round their inputs.
+        """
         scales, values, rounds = None, cast(Any, weight), False
         if isinstance(weight, QuantizedWeight):
             values, rounds = weight.values, weight.rounds_inputs
             scales = weight.scales[:, 0].astype(jnp.float32)
         kind = str(values.dtype)
-        count = ROUNDED_CELL_VALUES if rounds else CELL_VALUES[kind]
+        count = rounded_cell_values if rounds else CELL_VALUES[kind]
         if rounds:
             values = (values.astype(jnp.int16) + OFFSET).astype(jnp.uint8)
         F, D = weight.shape

@@ -27,7 +27,8 @@ CAPABILITIES = {
     **{level: {"byte_dot", "fma", "half_dot"} for level in ("avx512_vnni", "avx_vnni")},
     "neon_bf16": {"bf16_dot", "byte_dot", "fma"},
     "neon_dot": {"byte_dot", "fma"},
-    **{level: {"fma"} for level in ("avx512", "avx2", "neon")},
+    **{level: {"fma", "half_dot"} for level in ("avx512", "avx2")},
+    "neon": {"fma"},
 }
 
 

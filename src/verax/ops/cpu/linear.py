@@ -22,7 +22,7 @@ from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 from verax.ops.cpu import library
 from verax.ops.grouped import Stack, grouped_linear
 from verax.ops.linear import Quantized, Weight, gelu_mlp, linear, multi_linear, rounded_to, swiglu
-from verax.ops.packed import PackedWeight, pack_weight
+from verax.ops.packed import CELL_VALUES, ROUNDED_CELL_VALUES, PackedWeight, pack_weight
 from verax.ops.quantized import QuantizedWeight
 
 __all__: list[str] = []
@@ -162,7 +162,7 @@ BYTES = "byte_dot"
 """Capability of a processor that multiplies 8-bit integers (VNNI of 256 or 512 bits, ARM's DotProd)."""
 
 HALVES = "half_dot"
-"""Capability of a processor that multiplies pairs of 16-bit integers (VNNI)."""
+"""Capability of a processor that multiplies pairs of 16-bit integers (VNNI, and in two instructions AVX2)."""
 
 TILES = "bf16_tiles"
 """Capability of AMX."""
@@ -320,11 +320,11 @@ def _accepts_packing(weight: Any, *, few_rows: bool = False) -> bool:
     if isinstance(weight, PackedWeight | BlockQuantizedWeight) or len(weight.shape) != 2 or not takes(weight):
         return False
     if isinstance(weight, QuantizedWeight) and weight.rounds_inputs:
-        return library.has(BYTES) and weight.shape[1] <= MOST_INTEGERS
-    if few_rows and not library.has(HALVES):  # floats are left, which the kernel for few rows reads as fast
-        return False
+        return (library.has(BYTES) or library.has(HALVES)) and weight.shape[1] <= MOST_INTEGERS
     if isinstance(weight, QuantizedWeight):
         return _gemm_kind(weight) == "int8" and library.has(HALVES) and not library.has(TILES)
+    if few_rows and not (library.has(HALVES) and library.has(BYTES)):  # the kernel for few rows reads floats as fast
+        return False
     if weight.dtype == jnp.bfloat16:
         return library.has(DOT)
     return weight.dtype == jnp.float32 and library.has(VECTORS)
@@ -332,7 +332,7 @@ def _accepts_packing(weight: Any, *, few_rows: bool = False) -> bool:
 
 @pack_weight.implementation("native", **library.REQUIREMENTS, accepts=_accepts_packing)
 def _pack_weight_native(weight: Any, *, few_rows: bool = False) -> PackedWeight:
-    return PackedWeight.from_weight(weight)
+    return PackedWeight.from_weight(weight, ROUNDED_CELL_VALUES if library.has(BYTES) else CELL_VALUES["int8"])
 
 
 def _accepts_packed(x: Any, weight: Any, bias: Any = None) -> bool:

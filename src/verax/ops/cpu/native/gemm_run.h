@@ -106,8 +106,14 @@ void run_rounded_gemm(Pool& pool, GemmTask task) {
   const int64_t column = (task.M * 4 + 63) / 64 * 64;  // bytes of the scales, and of the sums
   const SharedScratch memory(2 * column + task.M * task.K);
   auto* at = static_cast<char*>(memory.data());
-  const RoundTask rows{task.M, task.K, task.K, static_cast<const float*>(task.x), reinterpret_cast<int8_t*>(at + 2 * column),
-                       reinterpret_cast<float*>(at), reinterpret_cast<int32_t*>(at + column)};
+  const RoundTask rows{task.M,
+                       task.K,
+                       task.K,
+                       false,
+                       static_cast<const float*>(task.x),
+                       reinterpret_cast<int8_t*>(at + 2 * column),
+                       reinterpret_cast<float*>(at),
+                       reinterpret_cast<int32_t*>(at + column)};
   const auto round = VERAX_KERNEL(gemm_round);
   parallel_for(pool, task.M, ROUNDED_ROWS, [&](int64_t begin, int64_t end) { round(rows, begin, end); });
   task.x = rows.y;

@@ -38,7 +38,8 @@ void make_cells(Pool& pool, GemmTask& task, char* memory) {
   if (pairs) {
     const RoundTask rows{task.M,
                          task.K,
-                         gemm_tiles_panels(task.kind, task.K) ? 0 : 4 * gemm_piece(task.kind),
+                         gemm_tiles_panels(task.kind, task.K) ? 0 : gemm_cell_values(task.kind) * gemm_piece(task.kind),
+                         gemm_widens_bytes(),
                          x,
                          reinterpret_cast<int8_t*>(memory + 2 * column),
                          reinterpret_cast<float*>(memory),

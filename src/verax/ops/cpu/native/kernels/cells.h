@@ -196,7 +196,7 @@ struct BytePair {
 template <class Kind>
 constexpr bool WIDE = false;
 
-#if defined(VERAX_HALF_DOT)
+#if defined(__AVX2__) && !defined(VERAX_PORTABLE)
 
 inline F32 load(const BytePair* p) { return as_floats(load_halves(p->values)); }
 
@@ -213,6 +213,23 @@ struct WideCells {
 template <>
 constexpr bool WIDE<WideCells> = true;
 
+#if !defined(VERAX_BYTE_DOT)
+
+// Two integers of 8 bits, plus 128.
+struct OffsetPair {
+  uint8_t values[2];
+};
+inline F32 load(const OffsetPair* p) { return as_floats(load_byte_halves(p->values)); }
+
+// Such pairs by integers of 8 bits that take 16. Sums wrap around; the total is what 32 bits hold.
+struct OffsetCells {
+  static constexpr int depth = 2;
+  static F32 cell(float x) { return broadcast(x); }
+  static F32 multiply(F32 sum, F32 a, F32 b) { return WideCells::multiply(sum, a, b); }
+  static F32 total(F32 sum, int32_t inputs) { return to_f32(add(as_words(sum), words(-128 * static_cast<uint32_t>(inputs)))); }
+};
+
+#endif
 #endif
 
 // One chunk as cells of each kind.

@@ -15,6 +15,7 @@
 #include "gemm_panel_tiles.h"
 #include "gemm_strip.h"
 #include "gemm_tiles.h"
+#include "linear_integers.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
@@ -125,11 +126,16 @@ void gemm_round(const RoundTask& t, int64_t begin, int64_t end) {
     const bool finite = scale > 1e-37f;  // and so is its inverse
     const F32 factor = broadcast(finite ? 1 / scale : 0);
     F32 total = zero();  // exact up to K = 131,072
+    const int64_t bytes = t.wide ? 2 : 1;
     const auto put = [&](int8_t* y, int64_t begin_k, int64_t count) {
-      if (!finite) return static_cast<void>(std::memset(y, 0, count));
+      if (!finite) return static_cast<void>(std::memset(y, 0, count * bytes));
       for (int64_t k = 0; k < count; k += F32::lanes) {
         const F32 values = whole(mul(load(x + begin_k + k), factor));
-        store_low_bytes(y + k, to_words(values));
+        if (t.wide) {
+          store_int16s(reinterpret_cast<int16_t*>(y) + k, values);
+        } else {
+          store_low_bytes(y + k, to_words(values));
+        }
         total = add(total, values);
       }
     };
@@ -141,7 +147,7 @@ void gemm_round(const RoundTask& t, int64_t begin, int64_t end) {
     }
 #endif
     for (int64_t begin_k = 0; t.piece && begin_k < t.K; begin_k += t.piece) {
-      put(t.y + begin_k * t.M + m * t.piece, begin_k, t.K - begin_k < t.piece ? t.K - begin_k : t.piece);
+      put(t.y + (begin_k * t.M + m * t.piece) * bytes, begin_k, t.K - begin_k < t.piece ? t.K - begin_k : t.piece);
     }
     t.sums[m] = static_cast<int32_t>(sum(total));
   }

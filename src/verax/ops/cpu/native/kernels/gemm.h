@@ -66,6 +66,7 @@ constexpr int64_t GEMM_INTEGER_DEPTH = 1 << 17;
 // Rows of 8-bit integers, -127..127, for int8_pairs: y[m, k] * scales[m] ~ x[m, k].
 struct RoundTask {
   int64_t M, K, piece;  // y is [pieces, M, piece], or in tiles where piece is 0
+  bool wide;            // y is of 16 bits, for panels where `gemm_widens_bytes`
   const float* x;
   int8_t* y;
   float* scales;  // NaN for a row with a value that is not finite
@@ -81,7 +82,8 @@ VERAX_DECLARE_KERNEL(gemm_block, const GemmTask& task, const GemmBlock& block, v
 
 // Panels: W as the inner loops read it, packed once for all products. A panel is GEMM_STRIP rows of W, which are columns of
 // the product, side by side: cells [N / GEMM_STRIP rounded up, K / values, GEMM_STRIP] of one float32, two bfloat16, two
-// 8-bit integers or, of int8_pairs, four to which 128 is added. x is of such cells too, in pieces of K:
+// 8-bit integers or, of int8_pairs, four (two where none are multiplied at once) to which 128 is added. x is of such cells
+// too, two integers in 16 bits each, in pieces of K:
 // [pieces, M, gemm_piece]; x of int8 becomes integers of 16 bits with a scale for each piece of a row, and x of f32 is not
 // packed: [M, K]. Where `gemm_tiles_panels`, x is in tiles instead (gemm_panel_tiles.h).
 constexpr int64_t gemm_piece(Weights kind) { return kind == Weights::bf16 ? 512 : 384; }
@@ -89,14 +91,18 @@ constexpr int64_t gemm_piece(Weights kind) { return kind == Weights::bf16 ? 512 
 // The largest integer of x with int8: 32 bits hold the products of a piece, 2 * 384 * 128 * GEMM_LARGEST.
 constexpr float GEMM_LARGEST = 21845;
 
+// True at a level that multiplies pairs of 16 bits, and no bytes.
+inline bool gemm_widens_bytes() { return level() == Level::avx2 || level() == Level::avx512; }
+
 // Values of a cell, for f32, bf16, int8 and int8_pairs.
 inline int64_t gemm_cell_values(Weights kind) {
-  return kind == Weights::f32 ? 1 : kind == Weights::int8_pairs ? 4 : 2;
+  return kind == Weights::f32 ? 1 : kind == Weights::int8_pairs && !gemm_widens_bytes() ? 4 : 2;
 }
 
 // Where W is read from column n on, a multiple of GEMM_STRIP, in panels.
 inline const char* gemm_panel(const GemmTask& t, int64_t n) {
-  return static_cast<const char*>(t.weight) + n * (t.K / gemm_cell_values(t.kind)) * (t.kind == Weights::int8 ? 2 : 4);
+  const int64_t bytes = t.kind == Weights::f32 ? 4 : t.kind == Weights::bf16 ? 2 : 1;
+  return static_cast<const char*>(t.weight) + n * t.K * bytes;
 }
 
 // True at a level whose instructions multiply such cells. Tiles take int8 as it lies (linear_tiles.h).
@@ -105,6 +111,7 @@ inline bool gemm_has_panels(Weights kind) {
   const Level here = level();
   if (kind == Weights::bf16) return here == Level::avx512_bf16 || here == Level::amx || here == Level::neon_bf16;
   if (here == Level::avx512_bf16 || here == Level::avx512_vnni || here == Level::avx_vnni) return true;
+  if (gemm_widens_bytes()) return true;
   return kind == Weights::int8_pairs && (here == Level::amx || here == Level::neon_bf16 || here == Level::neon_dot);
 }
 

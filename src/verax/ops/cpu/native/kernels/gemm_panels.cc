@@ -17,7 +17,7 @@
 #include "linear_integers.h"
 #include "silu_lanes.h"
 
-#if defined(VERAX_HALF_DOT) && !defined(VERAX_TILES)
+#if defined(__AVX2__) && !defined(VERAX_PORTABLE) && !defined(VERAX_TILES)
 #define VERAX_WIDE_CELLS  // levels for which gemm_has_panels(Weights::int8)
 #endif
 
@@ -43,9 +43,16 @@ auto rows_of(const GemmTask& t, int64_t m, int64_t k) {
   }
 }
 
-// A cell of W as it lies in memory.
+// Cells of int8_pairs, and a cell of W as it lies in memory.
+#if defined(VERAX_WIDE_CELLS) && !defined(VERAX_BYTE_DOT)
+using RoundedCells = OffsetCells;
+template <class Cells>
+using Packed = std::conditional_t<WIDE<Cells>, BytePair, std::conditional_t<INTEGERS<Cells>, OffsetPair, float>>;
+#else
+using RoundedCells = IntegerCells;
 template <class Cells>
 using Packed = std::conditional_t<WIDE<Cells>, BytePair, float>;
+#endif
 
 // The block of t's product; its first number goes to sums.at.
 template <class Cells>
@@ -174,7 +181,7 @@ void gemm_panels(const GemmTask& t, const GemmBlock& block, void* scratch) {
 #if defined(VERAX_WIDE_CELLS)
   if (t.kind == Weights::int8) return multiply_panels<WideCells>(t, block, scratch);
 #endif
-  multiply_panels<IntegerCells>(t, block, scratch);
+  multiply_panels<RoundedCells>(t, block, scratch);
 }
 
 }  // namespace VERAX_LEVEL

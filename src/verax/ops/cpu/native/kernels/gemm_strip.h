@@ -58,6 +58,10 @@ Tile<X, W> begin_tile(const GemmTask& t, const GemmBlock& block, int64_t n, X x,
 
 template <class Kind>
 constexpr bool INTEGERS = std::is_same_v<Kind, IntegerCells>;
+#if defined(__AVX2__) && !defined(VERAX_PORTABLE) && !defined(VERAX_BYTE_DOT)
+template <>
+constexpr bool INTEGERS<OffsetCells> = true;
+#endif
 
 // Bytes that a tile asks for while it multiplies: in each step those from `at` on, which advances by `step`.
 struct Ahead {
@@ -117,14 +121,14 @@ void multiply(const Tile<X, W>& t, int64_t depth, Ahead ahead) {
 
 // y = sums * scales + bias of `columns` columns, where the sums are of integers. (In `multiply`, GCC 12 would keep copies of
 // them in memory for it.)
-template <class X, class W>
+template <class Kind, class X, class W>
 void finish_integers(int64_t rows, const Tile<X, W>& t, int64_t columns) {
   for (int64_t r = 0; r < rows; ++r) {
     float* y = t.y.row(r);
     for (int64_t i = 0; i < columns; i += F32::lanes) {
       // One instruction, so that a row is the same to the last bit in tiles of every height.
       const F32 factor = mul(broadcast(t.row_scales[r]), load(t.scales + i));
-      const F32 total = IntegerCells::total(load(y + i), t.row_sums[r]);
+      const F32 total = Kind::total(load(y + i), t.row_sums[r]);
       store(y + i, fma(total, factor, t.bias ? load(t.bias + i) : zero()));
     }
   }
@@ -176,7 +180,7 @@ void multiply_columns(int64_t rows, Tile<X, W> t, int64_t columns, int64_t depth
   }
   if (vectors) multiply_strip<Kind, STREAMED, 1>(rows, t, depth);
   if constexpr (INTEGERS<Kind>) {
-    if (whole.last) finish_integers(rows, whole, columns);
+    if (whole.last) finish_integers<Kind>(rows, whole, columns);
   }
 }
 

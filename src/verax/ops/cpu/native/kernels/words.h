@@ -17,8 +17,8 @@
 //   exclusive_or(a, b). as_words(a), as_floats(w): the same bits.
 // On x86 with vectors:
 //   load_halves(p): two signed bytes in a lane, as integers of 16 bits.
-//   dot_halves(sums, a, b): a lane's sum + its two products of signed integers of 16 bits. VERAX_HALF_DOT is defined
-//   where this is one instruction.
+//   load_byte_halves(p): the same of bytes without a sign.
+//   dot_halves(sums, a, b): a lane's sum + its two products of signed integers of 16 bits.
 // Where the processor has an instruction for them, VERAX_BYTE_DOT is defined, and:
 //   each_lane(bits): a word in all lanes; on ARM in one of a register, from which instructions take it for all.
 //   dot_bytes(sums, a, b): a lane's sum + its four products of bytes of `a` (0 to 127) and of b (signed), which is an
@@ -137,9 +137,11 @@ inline F32 as_floats(Words a) { return {_mm512_castsi512_ps(a.v)}; }
 inline Words load_halves(const int8_t* p) {
   return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+inline Words load_byte_halves(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
 #if defined(__AVX512VNNI__)
 #define VERAX_BYTE_DOT
-#define VERAX_HALF_DOT
 inline Words dot_bytes(Words sums, Words a, Words b) { return {_mm512_dpbusd_epi32(sums.v, a.v, b.v)}; }
 inline Words dot_halves(Words sums, Words a, Words b) { return {_mm512_dpwssd_epi32(sums.v, a.v, b.v)}; }
 #else
@@ -190,9 +192,11 @@ inline F32 as_floats(Words a) { return {_mm256_castsi256_ps(a.v)}; }
 inline Words load_halves(const int8_t* p) {
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
+inline Words load_byte_halves(const uint8_t* p) {
+  return {_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
 #if defined(__AVXVNNI__)
 #define VERAX_BYTE_DOT
-#define VERAX_HALF_DOT
 inline Words dot_bytes(Words sums, Words a, Words b) { return {_mm256_dpbusd_avx_epi32(sums.v, a.v, b.v)}; }
 inline Words dot_halves(Words sums, Words a, Words b) { return {_mm256_dpwssd_avx_epi32(sums.v, a.v, b.v)}; }
 #else
