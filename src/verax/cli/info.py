@@ -157,6 +157,8 @@ def _table(title: str, facts: dict[str, Any]) -> Table:
 
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in facts.items():
+        if value == {}:  # no setting of the environment
+            continue
         if isinstance(value, dict):
             value = [f"{part}={one}" if isinstance(one, str) else f"{part} {one:,}" for part, one in value.items()]
         table.add_row(name.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value))

@@ -51,11 +51,17 @@ def layer_norm(
     return centred * jax.lax.rsqrt(variance + eps) * weight.astype(jnp.float32) + bias.astype(jnp.float32)
 
 
-rms_norm.examples = [Example((float32(4, 1024), float32(1024), 1e-6), {"silu": silu}) for silu in (False, True)]
+rms_norm.examples = [
+    Example((float32(4, 1024), float32(1024), 1e-6), {"silu": silu}, "with SiLU" if silu else "alone")
+    for silu in (False, True)
+]
 
 
 _SIZES = float32(4, 1024), float32(1024), float32(1024)
-layer_norm.examples = [Example((*_SIZES, 1e-6)), Example((*_SIZES, 1e-6, float32(4, 1024)))]
+layer_norm.examples = [
+    Example((*_SIZES, 1e-6), label="alone"),
+    Example((*_SIZES, 1e-6, float32(4, 1024)), label="with a residual"),
+]
 
 
 @operation
