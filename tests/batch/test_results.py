@@ -128,6 +128,13 @@ def test_a_line_of_another_file_is_a_text(tmp_path):
     assert lines == [InputLine(1, "1", {"prompt": '{"a": 1}'}), InputLine(2, "2", {"prompt": "  \u00fc \u2028 b"})]
 
 
+def test_a_file_of_other_lines_is_not_taken_for_texts(tmp_path):
+    for name in ("in.json", "in.CSV", "in.jsonl.gz"):
+        with pytest.raises(InvalidParameterError, match=r"is not read; expected a JSON object on each line \(.jsonl\)"):
+            InputFile(tmp_path / name, "text")
+    assert read(tmp_path / "in.NDJSON", b'{"text": "x"}') == [InputLine(1, "1", {"text": "x"})]
+
+
 def test_a_row_of_parquet_is_an_object(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [{"custom_id": "a", "text": "one", "seed": None}, {"custom_id": "b", "text": "two", "seed": 3}]

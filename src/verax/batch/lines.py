@@ -17,7 +17,10 @@ from verax._optional import require_optional
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.files import atomic_path
 
-JSONL = ".jsonl"
+JSON_LINES = (".jsonl", ".ndjson")
+NO_TEXTS = (".json", ".csv", ".tsv", ".gz", ".zst", ".zip")
+"""Ends of names of files whose lines are not texts."""
+
 PARQUET = ".parquet"
 
 CUSTOM_ID = "custom_id"
@@ -112,13 +115,18 @@ class ParquetLines(contextlib.AbstractContextManager["ParquetLines"]):
 class InputFile:
     """File of work.
 
-    `path`: of the file. `.jsonl` has a JSON object in each line, `.parquet` a row, and any other file a text.
-    `columns`: columns of Parquet that are read; all of them if None.
+    `path`: of the file. `.jsonl` and `.ndjson` have a JSON object in each line, `.parquet` a row, and any other file a
+    text. `columns`: columns of Parquet that are read; all of them if None.
     """
 
     path: Path
     field: str
     columns: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (end := self.path.suffix.lower()) in NO_TEXTS:
+            expected = "a JSON object on each line (.jsonl), rows (.parquet) or a text on each line (.txt)"
+            raise InvalidParameterError(f"input: {self.path}: {end} is not read; expected {expected}")
 
     @property
     def size(self) -> int | None:
@@ -136,7 +144,7 @@ class InputFile:
         `number`: of the line, from 1.
         """
         try:
-            if self.path.suffix not in (JSONL, PARQUET):
+            if self.path.suffix.lower() not in (*JSON_LINES, PARQUET):
                 return InputLine(number, str(number), {self.field: text.decode().rstrip("\r\n")})
             fields = msgspec.json.decode(text, type=dict[str, Any])
         except UnicodeDecodeError as error:

@@ -140,6 +140,7 @@ def _embed_batch(
         got = "none" if output is None else output
         raise typer.BadParameter(f"--output: {got}: expected a name that ends in .jsonl or .parquet with --batch")
     check_input(path, output, "--batch")
+    file = InputFile(path, field, (CUSTOM_ID, field))
     results = open_results(output, VectorLine, retry_errors=retry_errors)  # before the model is loaded
     from verax.embed.encoder import Encoder
 
@@ -151,7 +152,6 @@ def _embed_batch(
         speed = counts.done / counts.seconds if counts.seconds else 0.0
         return f", {speed:,.0f} a second, vectors of {encoder.dimension}{cut}"
 
-    file = InputFile(path, field, (CUSTOM_ID, field))
     good = run_lines("embedding", file, results, vectors, least=LEAST, most=MOST, summary=summary)
     if output.suffix == PARQUET:
         write_vectors(lines_path(output), output, encoder.dimension)
