@@ -108,6 +108,7 @@ def test_only_the_files_of_a_checkpoint_are_asked_for(calls, tmp_path):
         "config.json",
         "generation_config.json",
         "quantize_config.json",
+        "quant_config.json",
         "hf_quant_config.json",
         "model.safetensors",
         "model-00001-of-00002.safetensors",

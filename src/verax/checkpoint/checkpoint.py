@@ -47,13 +47,15 @@ def config_of_floats(config: Mapping[str, Any], dtype: str | None = None) -> dic
 
 
 def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """How weights are quantised, by config.json or a file of AutoGPTQ's or ModelOpt's; None if they are not."""
+    """How weights are quantised, by config.json or a file of AutoGPTQ's, AWQ's or ModelOpt's; None if they are not."""
     for one in (config, read_value(config, "text_config", dict, {})):
         for key in _SCHEMES:
             if (scheme := read_value(one, key, dict, None)) is not None:
                 return scheme
     if (folder / "quantize_config.json").is_file():
         return {"quant_method": "gptq", **read_json(folder / "quantize_config.json")}
+    if (path := folder / "quant_config.json").is_file():
+        return {"quant_method": "awq", **read_json(path)}
     if (path := folder / "hf_quant_config.json").is_file():
         return {"quant_method": "modelopt", **read_value(read_json(path), "quantization", dict)}
     return None

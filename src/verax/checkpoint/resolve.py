@@ -32,6 +32,7 @@ _WANTED = (
     "config.json",
     "generation_config.json",
     "quantize_config.json",
+    "quant_config.json",
     "hf_quant_config.json",
     "*.safetensors",
     "*.safetensors.index.json",

@@ -171,6 +171,7 @@ def test_modelopts_8_bit_floats_are_read_and_other_algorithms_refused(tmp_path):
         ({"compression_config": COMPRESSED}, None),
         ({"text_config": {"quantization_config": COMPRESSED}}, None),
         ({}, ("quantize_config.json", {"bits": 4, "group_size": 32})),
+        ({}, ("quant_config.json", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"})),
         ({}, ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}})),
     ],
 )
@@ -178,7 +179,8 @@ def test_the_scheme_may_be_in_other_places(tmp_path, config, beside):
     stored = PACKED
     if beside is not None:
         name, scheme = beside
-        make = gptq if name == "quantize_config.json" else partial(float8, block=(1, None), name="weight_scale")
+        makers = {"quantize_config.json": gptq, "quant_config.json": awq}
+        make = makers.get(name, partial(float8, block=(1, None), name="weight_scale"))
         stored, _ = make(np.random.default_rng(0), 16, 64)
         (tmp_path / name).write_text(json.dumps(scheme))
     save_file({f"up.{last}": array for last, array in stored.items()}, tmp_path / "model.safetensors")
