@@ -200,6 +200,14 @@ def test_other_implementations_are_refused(tiny_folder, compiled):
         start(tiny_folder, programs=compiled[0])
 
 
+def test_another_precision_of_products_is_refused(tiny_folder, compiled):
+    with (
+        jax.default_matmul_precision("bfloat16"),
+        pytest.raises(InvalidParameterError, match="compiled for matmul_precision None, but here it is bfloat16"),
+    ):
+        start(tiny_folder, programs=compiled[0])
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value", "message"),
     [
