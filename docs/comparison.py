@@ -32,6 +32,7 @@ WORKLOADS: list[tuple[str, str, str, str, int]] = [
     ("SmolLM2 135M, published GGUF file, one", "text", "smollm2-135m-*-short-prompts-bfloat16-1-prompt", "", 0),
     ("all-MiniLM-L6-v2, float32", "embed", "float32", "", 0),
     ("all-MiniLM-L6-v2, bfloat16", "embed", "bfloat16", "", 0),
+    ("all-MiniLM-L6-v2, int8", "embed", "int8", "", 0),
     ("Wan 1.3B, forward pass, bfloat16", "video", "1-3b*transformer*bfloat16-9x272x480", "transformer", 9),
     ("the same in float32", "video", "1-3b*transformer*float32-9x272x480", "transformer", 9),
     ("Wan VAE, decoding, bfloat16", "video", "1-3b*vae*9x272x480", "vae", 9),
