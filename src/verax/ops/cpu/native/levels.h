@@ -24,9 +24,9 @@
 //
 // Capabilities: bf16_dot multiplies bfloat16, with sums of 32 bits; bf16_tiles multiplies 16 x 32 by 32 x 16 bfloat16 at
 // once, or twice as many 8-bit integers; byte_dot multiplies integers of 8 bits, with sums of 32 bits; half_dot multiplies
-// pairs of 16 bits, and adds in 32; fma multiplies and adds vectors of float32. The portable level is compiled with -O2, which takes half the
-// time of -O3 for code that runs as fast, and without contraction: on ARM a product that is added to a constant, to be
-// rounded to a whole number, would not be rounded first.
+// pairs of 16 bits, and adds in 32; fma multiplies and adds vectors of float32. The portable level is compiled with -O2,
+// which takes half the time of -O3 for code that runs as fast, and without contraction: on ARM a product that is added to a
+// constant, to be rounded to a whole number, would not be rounded first.
 // clang-format off
 #define VERAX_LEVELS(ROW, ...)                                                                              \
   ROW(amx, x86_64,                                                                                          \
@@ -45,10 +45,11 @@
       VERAX_AVX512 && VERAX_CPU("avx512vnni"), "byte_dot fma half_dot", __VA_ARGS__)                        \
   ROW(avx512, x86_64,                                                                                       \
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512",           \
-      VERAX_AVX512, "fma half_dot", __VA_ARGS__)                                                                     \
+      VERAX_AVX512, "fma half_dot", __VA_ARGS__)                                                            \
   ROW(avx_vnni, x86_64, "-mavx2 -mfma -mf16c -mavxvnni",                                                    \
       VERAX_CPU("avx2") && VERAX_CPU("fma") && VERAX_CPU("avxvnni"), "byte_dot fma half_dot", __VA_ARGS__)  \
-  ROW(avx2, x86_64, "-mavx2 -mfma -mf16c", VERAX_CPU("avx2") && VERAX_CPU("fma"), "fma half_dot", __VA_ARGS__)       \
+  ROW(avx2, x86_64, "-mavx2 -mfma -mf16c", VERAX_CPU("avx2") && VERAX_CPU("fma"), "fma half_dot",           \
+      __VA_ARGS__)                                                                                          \
   ROW(neon_bf16, aarch64, "-march=armv8.2-a+dotprod+i8mm+bf16",                                             \
       VERAX_ARM("DotProd") && VERAX_ARM("I8MM") && VERAX_ARM("BF16"), "bf16_dot byte_dot fma", __VA_ARGS__) \
   ROW(neon_dot, aarch64, "-march=armv8.2-a+dotprod", VERAX_ARM("DotProd"), "byte_dot fma", __VA_ARGS__)     \

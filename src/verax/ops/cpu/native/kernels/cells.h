@@ -226,7 +226,9 @@ struct OffsetCells {
   static constexpr int depth = 2;
   static F32 cell(float x) { return broadcast(x); }
   static F32 multiply(F32 sum, F32 a, F32 b) { return WideCells::multiply(sum, a, b); }
-  static F32 total(F32 sum, int32_t inputs) { return to_f32(add(as_words(sum), words(-128 * static_cast<uint32_t>(inputs)))); }
+  static F32 total(F32 sum, int32_t inputs) {
+    return to_f32(add(as_words(sum), words(-128 * static_cast<uint32_t>(inputs))));
+  }
 };
 
 #endif
