@@ -144,8 +144,9 @@ class InputFile:
         `number`: of the line, from 1.
         """
         try:
+            plain = text.decode()  # msgspec tells of UTF-8 in another error since 0.23
             if self.path.suffix.lower() not in (*JSON_LINES, PARQUET):
-                return InputLine(number, str(number), {self.field: text.decode().rstrip("\r\n")})
+                return InputLine(number, str(number), {self.field: plain.rstrip("\r\n")})
             fields = msgspec.json.decode(text, type=dict[str, Any])
         except UnicodeDecodeError as error:
             return bad_line("invalid_line", f"it is not UTF-8: {error.reason}", number)
