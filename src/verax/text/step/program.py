@@ -597,7 +597,7 @@ def _made_for(model: AbstractModel) -> dict[str, Any]:
             "implementations": {name: row["runs"] for name, row in ops.chosen_implementations().items()},
             "source": _source_digest(),
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-            "matmul_precision": jax.config.jax_default_matmul_precision,
+            "matmul_precision": jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
         }
     )
 
