@@ -102,6 +102,13 @@ def test_spellings_of_rotary_settings_agree():
     assert (sizes.rotary.theta, sizes.rotary.kind, sizes.local_rotary.theta) == (3e5, "linear", 7e3)
 
 
+@pytest.mark.parametrize(("given", "longest"), [(64, 256), (200, 256), (512, 512)])
+def test_a_context_is_as_long_as_yarn_makes_it(given, longest):
+    """Qwen's cards add YaRN and leave max_position_embeddings, which other files have after scaling."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert read(max_position_embeddings=given, rope_scaling=yarn).max_position_embeddings == longest
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [

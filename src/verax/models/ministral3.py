@@ -58,7 +58,8 @@ class Ministral3Config(Qwen3Config):
         text["rope_parameters"] = rope = rotary_settings(text) or ROPE
         fields = decoder_fields(text, ops.RotaryConfig.from_hf(text))
         window = read_value(text, "sliding_window", Size, None)
-        original = read_value(rope, "original_max_position_embeddings", Positive, fields["max_position_embeddings"])
+        longest = read_value(text, "max_position_embeddings", Size)
+        original = read_value(rope, "original_max_position_embeddings", Positive, longest)
         return cls(
             **fields,
             windows=() if window is None else (window,) * fields["num_hidden_layers"],

@@ -24,7 +24,18 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import CheckpointError, UnsupportedModelError
-from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_layer_types, read_value
+from verax.fields import (
+    MAX_SIZE,
+    Count,
+    Depth,
+    Epsilon,
+    Size,
+    check_multiple,
+    file_of,
+    read_fields,
+    read_layer_types,
+    read_value,
+)
 from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention, text_config
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear, fused_swiglu
 
@@ -146,6 +157,11 @@ def decoder_fields(
                 f"{file_of(config)}: {len(divisors)} rotary factors do not fit {rotated_size} rotated numbers of a head"
             )
     attention_bias = read_value(config, "attention_bias", bool, False)
+    longest = read_value(config, "max_position_embeddings", Size, 32768)
+    if rotary.kind == "yarn":  # many files have the length before scaling
+        scaling = dict(rotary.scaling)
+        scaled = scaling["original_max_position_embeddings"] * scaling["factor"]
+        longest = max(longest, int(min(scaled, MAX_SIZE)))
     return dict(
         **sizes,
         num_key_value_heads=kv_heads,
@@ -153,7 +169,7 @@ def decoder_fields(
         rms_norm_eps=read_value(config, "rms_norm_eps", Epsilon, 1e-6),
         rotary=rotary,
         tie_word_embeddings=read_value(config, "tie_word_embeddings", bool, False),
-        max_position_embeddings=read_value(config, "max_position_embeddings", Size, 32768),
+        max_position_embeddings=longest,
         qk_norm=family.startswith(("qwen3", "gemma3", "olmo")),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
