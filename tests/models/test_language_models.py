@@ -109,6 +109,13 @@ def test_a_context_is_as_long_as_yarn_makes_it(given, longest):
     assert read(max_position_embeddings=given, rope_scaling=yarn).max_position_embeddings == longest
 
 
+def test_settings_for_all_layers_are_of_olmo_3_s_layers_without_a_window():
+    """transformers 5.0 to 5.10 wrote them so; the models were trained without YaRN in windows."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 3e5}
+    by_kind = {GLOBAL: yarn, SLIDING: {"rope_theta": 3e5}}
+    assert read("olmo3", rope_parameters=yarn) == read("olmo3", rope_parameters=by_kind)
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [

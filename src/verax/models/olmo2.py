@@ -33,6 +33,7 @@ from verax.models.qwen3 import (
     split_heads,
 )
 from verax.nn import DividedRMSNorm, fused_linear
+from verax.ops.rope import rotary_settings
 
 __all__ = ["Olmo2Config", "Olmo2ForCausalLM"]
 
@@ -51,6 +52,10 @@ class Olmo2Config(Qwen3Config):
         if read_value(text, "model_type", str) == "olmo2":
             return cls(**decoder_fields(text, ops.RotaryConfig.from_hf(text)))
         text = text_config(text, sliding_window=4096, rope_theta=OLMO3_THETA, local_theta=OLMO3_THETA)
+        given = rotary_settings(text)
+        if text.get("rope_parameters") and not given.keys() & {FULL, SLIDING}:  # of transformers 5.0 to 5.10
+            base = read_value(given, "rope_theta", float, OLMO3_THETA)
+            text["rope_parameters"] = {FULL: given, SLIDING: {"rope_theta": base}}
         fields = decoder_fields(text, rotary_of_kind(text, FULL, "rope_theta"))
         kinds = [SLIDING if (i + 1) % 4 else FULL for i in range(fields["num_hidden_layers"])]
         windows = layer_windows(text, read_value(text, "sliding_window", Size, None), kinds)
