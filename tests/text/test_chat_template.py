@@ -1,5 +1,6 @@
 """Chat templates rendered: what templates can use, where a continued message ends, what is refused."""
 
+import json
 import tracemalloc
 
 import pytest
@@ -96,6 +97,33 @@ def test_a_continued_message_can_have_parts():
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}, {"type": "thinking"}]
     template = "{% for p in messages[0].content %}{{ p.text }}|{% endfor %}"
     assert render(template, [{"role": "a", "content": parts}], continue_final_message=True) == "one |two"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ m.content }}",
+        "{{ m.content | trim }}",
+        "{{ m.content | tojson }}",
+        "{{ '' + m.content }}",
+        "{{ m.content if m.content is string else '' }}",
+        "{{ m.content.split('</think>')[-1] }}",
+        "{% if m.role == 'tool' %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
+def test_text_in_parts_is_one_text_where_the_template_reads_no_parts(text, role):
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "you"}]
+    template = f"{{% for m in messages %}}{text}{{% endfor %}}"
+    assert render(template, [{"role": role, "content": parts}]).strip('"') == "Hi you"
+
+
+def test_parts_reach_a_template_that_reads_them():
+    template = "{% for m in messages %}{% for p in m.content %}[{{ p.text | trim }}]{% endfor %}{% endfor %}"
+    parts = [{"type": "text", "text": " a "}, {"type": "text", "text": " b "}]
+    assert render(template, [{"role": "user", "content": parts}]) == "[a][b]"
+    results = [{"temperature": 21}]
+    assert render("{{ messages[0].content | tojson }}", [{"role": "tool", "content": results}]) == json.dumps(results)
 
 
 def test_a_message_that_the_template_drops_cannot_be_continued():

@@ -208,6 +208,10 @@ def render(
     """
     check_messages(messages)
     conversation = [_normalised(message) for message in messages]
+    for message in conversation:
+        texts = _texts(message.get("content"))
+        if texts and not _reads_parts(template, message["role"]):
+            message["content"] = "".join(texts)
     final = _mark_end(conversation) if continue_final_message else None
     try:
         prompt = _bounded(_compile(template).generate(messages=conversation, **variables))
@@ -218,6 +222,31 @@ def render(
     except Exception as error:  # a template runs whatever its author wrote
         raise TemplateError(f"the checkpoint's chat template refuses these messages: {error}") from error
     return prompt if final is None else _cut_at_end(prompt, final)
+
+
+def _texts(content: Any) -> list[str]:
+    """Texts of a message's parts; nothing where it has no parts, or others."""
+    parts = content if isinstance(content, (list, tuple)) else ()
+    found = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    texts = [text for text in found if isinstance(text, str)]
+    return texts if len(texts) == len(found) else []
+
+
+@lru_cache(maxsize=64)
+def _reads_parts(template: str, role: str) -> bool:
+    """True for a template that writes the text of a message of this role where it comes in parts.
+
+    Others leave it out (Qwen3's), write the list as Python or JSON does, or fail.
+    """
+    message = {"role": role, "content": [{"type": "text", "text": _END_OF_MESSAGE}]}
+    user = {"role": "user", "content": "x"}
+    conversation = {"user": [message], "system": [message, user]}.get(role, [user, message])
+    try:
+        prompt = _bounded(_compile(template).generate(messages=[_Message(one) for one in conversation]))
+    except Exception:  # a template runs whatever its author wrote
+        return False
+    before, mark, _ = prompt.partition(_END_OF_MESSAGE.strip())
+    return bool(mark) and not before.endswith(("'", '"'))
 
 
 class _Null(str):
