@@ -15,6 +15,8 @@ from typing import Any
 
 from verax.errors import CheckpointError
 
+_LFS_POINTER = b"version https://git-lfs"
+
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 """End of the name of a file that is one of several."""
 
@@ -105,10 +107,20 @@ def read_json(path: Path, kind: type = dict, *, optional: bool = False) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
+        refuse_pointer(path)
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, kind):
         raise CheckpointError(f"{path}: expected a JSON {'object' if kind is dict else 'list'}")
     return JsonObject(value, path) if kind is dict else value
+
+
+def refuse_pointer(path: Path) -> None:
+    """Refuse the few lines that a clone without Git LFS has in the place of a large file."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(
+                f"{path}: a pointer of Git LFS, not the file itself; run git lfs pull in its folder, or fetch it again"
+            )
 
 
 def model_name(model: str | Path) -> str:

@@ -12,6 +12,7 @@ from tests.support.tiny import tiny_checkpoint
 from verax.checkpoint import Checkpoint, fingerprint
 from verax.checkpoint.checkpoint import config_of_floats
 from verax.errors import CheckpointError
+from verax.text.tokens.tokenizer import Tokenizer
 
 INDEX = "model.safetensors.index.json"
 
@@ -111,6 +112,14 @@ def test_a_folder_with_pickled_weights_only_says_what_to_do(tmp_path):
     message = r"no safetensors files \(pytorch_model-00001-of-00002\.bin, .* cannot be read\).*save_pretrained"
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named(name, tmp_path):
+    tiny_checkpoint(tmp_path)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 123456789\n")
+    with pytest.raises(CheckpointError, match=rf"{name}: a pointer of Git LFS.* git lfs pull"):
+        Tokenizer.from_checkpoint(Checkpoint.open(tmp_path))
 
 
 def test_an_unknown_weight_is_named(tmp_path):

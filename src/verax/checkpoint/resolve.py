@@ -9,7 +9,7 @@ from pathlib import Path
 import tokenizers
 
 from verax.errors import CheckpointError
-from verax.files import read_json
+from verax.files import read_json, refuse_pointer
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -173,3 +173,4 @@ def read_tokenizer(folder: str | Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{path}: not a valid tokenizer, download it again: {error}") from error
+        refuse_pointer(path)

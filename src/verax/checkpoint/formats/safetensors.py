@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from verax.errors import CheckpointError
-from verax.files import write_json
+from verax.files import refuse_pointer, write_json
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -75,6 +75,7 @@ class MappedFile:
             raise CheckpointError(f"{path}: no such file") from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        refuse_pointer(path)
 
     def view(self, start: int, end: int) -> np.ndarray:
         """A read-only view of the bytes from `start` to `end`."""
