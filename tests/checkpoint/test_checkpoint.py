@@ -122,6 +122,16 @@ def test_a_pointer_of_git_lfs_is_named(name, tmp_path):
         Tokenizer.from_checkpoint(Checkpoint.open(tmp_path))
 
 
+def test_a_model_that_mlx_has_quantised_is_refused_by_that_name(tmp_path):
+    """Newer files have quantization_config too, without the name of a method."""
+    write(tmp_path, {"up.weight": np.zeros((4, 1), np.uint32), "up.scales": np.zeros((4, 1), np.float16)})
+    scheme = {"group_size": 64, "bits": 4, "mode": "affine"}
+    for more in ({}, {"quantization_config": scheme}):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization": scheme, **more}))
+        with pytest.raises(CheckpointError, match="quantised by 'MLX', which is not supported"):
+            Checkpoint.open(tmp_path)
+
+
 def test_an_unknown_weight_is_named(tmp_path):
     opened = Checkpoint.open(write(tmp_path, weights()))
     for ask in (opened.read, opened.info, opened.release, opened.place):

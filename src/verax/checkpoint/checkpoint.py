@@ -48,6 +48,8 @@ def config_of_floats(config: Mapping[str, Any], dtype: str | None = None) -> dic
 
 def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """How weights are quantised, by config.json or a file of AutoGPTQ's, AWQ's or ModelOpt's; None if they are not."""
+    if isinstance(mlx := config.get("quantization"), dict):  # next to which newer files have the same as any other's
+        return {"quant_method": "MLX", **mlx}
     for one in (config, read_value(config, "text_config", dict, {})):
         for key in _SCHEMES:
             if (scheme := read_value(one, key, dict, None)) is not None:
