@@ -132,6 +132,12 @@ def test_a_model_that_mlx_has_quantised_is_refused_by_that_name(tmp_path):
             Checkpoint.open(tmp_path)
 
 
+def test_an_adapter_alone_is_no_checkpoint(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="this is a LoRA adapter; open its base model"):
+        Checkpoint.open(tmp_path)
+
+
 def test_an_unknown_weight_is_named(tmp_path):
     opened = Checkpoint.open(write(tmp_path, weights()))
     for ask in (opened.read, opened.info, opened.release, opened.place):

@@ -168,8 +168,12 @@ class Checkpoint:
             files = dict.fromkeys(file.tensors, file)
             return cls(folder, file.config, file.generation_config(), files, packed=file.packed, metadata=file.metadata)
         if not (folder / "config.json").is_file():
+            adapter = (folder / "adapter_config.json").is_file()
             raise CheckpointError(
-                f"{folder / 'config.json'}: no such file; a checkpoint folder has config.json and *.safetensors"
+                f"{folder}: this is a LoRA adapter; open its base model, with enable_lora and a LoRARequest, or write "
+                "both as one model by verax convert --lora"
+                if adapter
+                else f"{folder / 'config.json'}: no such file; a checkpoint folder has config.json and *.safetensors"
             )
         generation_config = read_json(folder / "generation_config.json", optional=True)
         return cls(folder, read_json(folder / "config.json"), generation_config, _open_files(folder))
