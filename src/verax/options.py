@@ -67,6 +67,8 @@ class Option:
         """The value, as a plain int or float if it is a number of another library."""
         if (value is None and self.optional) or self.repeated:
             return value
+        if self.path and value == "":  # which Path takes for the current folder
+            raise InvalidParameterError(f"{self.name}: expected the path of a {self.path}, got an empty text")
         if self.choices and value not in self.choices:
             raise InvalidParameterError(f"{self.name}: expected one of {', '.join(self.choices)}, got {value!r}")
         if self.kind is bool and not isinstance(value, bool):

@@ -60,6 +60,12 @@ def test_the_error_of_anything_else_says_what_is_possible(model):
     assert "hub id" in str(caught.value)
 
 
+@pytest.mark.parametrize("find", [resolve, resolve_video])
+def test_an_empty_text_is_not_the_current_folder(find):
+    with pytest.raises(CheckpointError, match="model: got an empty text; expected a folder"):
+        find("")
+
+
 def test_a_file_is_not_a_checkpoint(tmp_path):
     file = tmp_path / "model.safetensors"
     file.touch()

@@ -22,6 +22,7 @@ WRONG = [
     ({"nnodes": 2, "tensor_parallel_size": 3}, "tensor_parallel_size: 3 devices do not divide over 2 hosts"),
     ({"master_addr": "::1"}, r"master_addr: expected HOST, HOST:PORT or \[IPV6\]:PORT, got '::1'"),
     ({"master_addr": "http://10.0.0.1"}, "master_addr: expected HOST"),
+    ({"programs": ""}, "programs: expected the path of a folder, got an empty text"),
 ]
 
 

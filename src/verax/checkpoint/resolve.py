@@ -81,6 +81,8 @@ def resolve(model: str | Path, *, revision: str | None = None, weights: bool = T
         CheckpointError: if there is no such folder or file, no such id could be fetched, or a folder has several GGUF
             files and nothing else.
     """
+    if model == "":  # which Path takes for the current folder
+        raise CheckpointError(f"model: got an empty text; {_POSSIBLE}")
     folder = Path(model).expanduser()
     if folder.is_dir():
         return _only_gguf(folder) or folder
@@ -115,6 +117,8 @@ def resolve_video(model: str | Path, *, weights: bool = True) -> Path:
 
     `weights`: False to fetch the settings of a hub id alone.
     """
+    if model == "":
+        raise CheckpointError(f"model: got an empty text; {_VIDEO_POSSIBLE}")
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -172,5 +176,5 @@ def read_tokenizer(folder: str | Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path}: not a valid tokenizer, download it again: {error}") from error
         refuse_pointer(path)
+        raise CheckpointError(f"{path}: not a valid tokenizer, download it again: {error}") from error
