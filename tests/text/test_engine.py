@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.support.engine import (
     GREEDY,
@@ -26,8 +27,9 @@ from tests.support.engine import (
     tokens,
 )
 from tests.support.invariants import check_engine
+from tests.support.tiny import tiny_checkpoint
 from tests.text.conftest import make_llm
-from verax.errors import InvalidParameterError, RequestRefusedError
+from verax.errors import InvalidParameterError, RequestRefusedError, VeraxError
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.program import new_cache, new_kept_states
@@ -50,6 +52,24 @@ def test_greedy_tokens_equal_the_model_without_an_engine(model):
     # The budget is 32 tokens: prompts of 33 to 64 are computed in two or three chunks.
     llm, scores = model[0], plain_scores(model[0])
     assert [alone(llm, prompt) for prompt in PROMPTS] == [greedy_answer(scores, prompt) for prompt in PROMPTS]
+
+
+def test_numbers_that_are_not_finite_end_their_own_request_with_an_error(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "damaged", tie_word_embeddings=False)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = np.nan
+    save_file(weights, folder / "model.safetensors")
+    llm = make_llm(folder, structured_outputs=True)
+    form = SamplingParams(structured_outputs={"choice": ["once", "a"]}, logprobs=1)
+    for params in (GREEDY, form):
+        good, damaged = generate(llm, [[3, 4, 5], [3, 7, 5]], [params, replace(params, n=2)])
+        assert (good.error, good.outputs[0].finish_reason == "error") == (None, False)
+        assert "not finite" in damaged.error
+        assert [(sample.finish_reason, sample.token_ids) for sample in damaged.outputs] == [("error", ())] * 2
+    assert alone(llm, [3, 4, 5])
+    with pytest.raises(VeraxError, match="not finite"):
+        list(llm.stream([3, 7, 5], GREEDY))
+    check_engine(llm.engine)
 
 
 @SAMPLING

@@ -39,7 +39,7 @@ from verax.text.features.speculative import Speculator
 from verax.text.hosts import Dispatch
 from verax.text.step.runner import ModelRunner, PendingStep
 from verax.text.step.slots import MAX_BANNED
-from verax.text.step.step import Logprobs
+from verax.text.step.step import NOT_FINITE, Logprobs
 from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
 NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init, or a module without one)"
@@ -373,6 +373,9 @@ class Engine:
 
     def _take(self, sequence: Sequence, pending: PendingStep, row: int, token: int) -> None:
         """Add a token that a step has sampled, with its log-probabilities."""
+        if token == NOT_FINITE:
+            error = "the model gave numbers that are not finite; check its weights, and its adapter's if it has one"
+            return self.fail(sequence.request, VeraxError(error))
         self.num_generated_tokens += 1
         num_logprobs, logprobs = sequence.request.params.logprobs, pending.output.logprobs
         if num_logprobs is not None and logprobs is not None:

@@ -41,6 +41,10 @@ SAMPLED, DEFERRED = 1, 2
 """Last number of a row of a step's input: sample after its tokens, or leave that to the second program. 0: neither."""
 
 
+NOT_FINITE = -2
+"""Token of a row whose hidden state is not finite, in a step's output. Any token could come of such scores."""
+
+
 class Logprobs(NamedTuple):
     """Log-probability of the chosen token, nats, then the best `MAX_LOGPROBS`; zeros in rows that request none."""
 
@@ -57,7 +61,7 @@ def sample_deferred(
     The tokens that a grammar allows depend on the previous token, which the host reads while the step runs.
     """
     history, tokens, logprobs = sample(slots, logits, rows, mask)
-    return slots._replace(tokens=history), tokens, logprobs
+    return slots._replace(tokens=history), jnp.where(jnp.isnan(logits).any(-1), NOT_FINITE, tokens), logprobs
 
 
 def sample(
@@ -173,7 +177,8 @@ class StepOutput(NamedTuple):
     tokens: Int[Array, "B"]
     """Sampled token of each row, or of each token in decode steps and steps that verify drafts.
 
-    Steps that make the drafts themselves have -1 after the first draft of a row that does not hold.
+    Steps that make the drafts themselves have -1 after the first draft of a row that does not hold. `NOT_FINITE` in the
+    place of others.
     """
     logprobs: Logprobs | None
     """None in decode steps of several tokens."""
@@ -313,7 +318,7 @@ def make_step(
             states = layer_cache[-1]
             layer_cache[-1] = states.at[slot].set(predicted[jnp.maximum(last, 0)], mode="drop")
         output = StepOutput(
-            tokens,
+            jnp.where(jnp.isfinite(newest).all(-1) | (tokens < 0), tokens, NOT_FINITE),
             logprobs,
             None if shape.decode or shape.verify else _prompt_logprobs(model, hidden, slots, slot[owner], position),
             logits if structured_outputs else None,
