@@ -62,10 +62,10 @@ class SamplingFields:
         0.0, "Keep tokens at least this fraction as likely as the likeliest.", low=0.0, high=1.0, recommended=True
     )
     presence_penalty: float = _float_column(
-        0.0, "Subtracted from the score of a token that was generated before.", low=-2.0, high=2.0
+        0.0, "Subtracted from the score of a token that was generated before.", low=-2.0, high=2.0, recommended=True
     )
     frequency_penalty: float = _float_column(
-        0.0, "Subtracted for each time that a token was generated before.", low=-2.0, high=2.0
+        0.0, "Subtracted for each time that a token was generated before.", low=-2.0, high=2.0, recommended=True
     )
     repetition_penalty: float = _float_column(
         1.0,

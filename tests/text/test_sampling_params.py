@@ -57,7 +57,17 @@ def test_a_generation_config_gives_defaults():
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.6, 0.95, 20, 16)
     assert SamplingParams.from_generation_config({"do_sample": False, "temperature": 0.6, "typical_p": 0.9}).greedy
     assert SamplingParams.from_generation_config({"stop_strings": ["</answer>"]}) == SamplingParams(stop="</answer>")
-    inert = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "bad_words_ids": [], "top_h": None}
+    penalised = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "max_new_tokens": 2048}
+    expected = SamplingParams(presence_penalty=1.5, frequency_penalty=0.5, max_tokens=2048)
+    assert SamplingParams.from_generation_config(penalised) == expected
+    inert = {
+        "num_return_sequences": 1,
+        "num_beams": 1,
+        "no_repeat_ngram_size": 0,
+        "typical_p": 1.0,
+        "bad_words_ids": [],
+        "top_h": None,
+    }
     inert |= {"encoder_repetition_penalty": 1.0, "token_healing": False}
     assert SamplingParams.from_generation_config(inert) == SamplingParams()
 
@@ -65,7 +75,8 @@ def test_a_generation_config_gives_defaults():
 @pytest.mark.parametrize(
     "config",
     [{"no_repeat_ngram_size": 3}, {"num_beams": 4}, {"bad_words_ids": [[1]]}, {"typical_p": 0.9}, {"mirostat": 2},
-     {"encoder_repetition_penalty": 1.2}, {"encoder_no_repeat_ngram_size": 2}, {"token_healing": True}],
+     {"encoder_repetition_penalty": 1.2}, {"encoder_no_repeat_ngram_size": 2}, {"token_healing": True},
+     {"num_return_sequences": 3}],
     ids=str,
 )  # fmt: skip
 def test_a_setting_that_is_not_implemented_is_refused_by_name(config):

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
-from verax.fields import read_value
+from verax.fields import Size, read_value
 from verax.files import JsonObject
 from verax.options import documented, option, options_of
 from verax.sampling_fields import SamplingFields
@@ -22,7 +22,7 @@ _LACKING: Mapping[str, Any] = {
     **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "dola_layers"), None),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
     **dict.fromkeys(("penalty_alpha", "token_healing"), 0),
-    **dict.fromkeys(("num_beams", "guidance_scale", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("num_beams", "num_return_sequences", "guidance_scale", "encoder_repetition_penalty"), 1),
 }
 """Settings of a generation_config.json that change what transformers generates and that verax lacks, and the value of
 each that changes nothing, as None does."""
@@ -80,7 +80,9 @@ class SamplingParams(SamplingFields):
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingParams:
-        """Parameters that a generation_config.json recommends. `do_sample: false` is greedy, `stop_strings` are `stop`.
+        """Parameters that a generation_config.json recommends, by transformers' names and meanings.
+
+        `do_sample: false` is greedy, `stop_strings` are `stop`, and `max_new_tokens` is `max_tokens`.
 
         Raises:
             CheckpointError: for a value of the file that is out of range, with its name.
@@ -90,6 +92,8 @@ class SamplingParams(SamplingFields):
         values = {name: config[name] for name in recommended if config.get(name) is not None}
         values["stop"] = config.get("stop_strings")
         config = JsonObject(config, getattr(config, "where", "generation_config.json"))
+        if config.get("max_new_tokens") is not None:
+            values["max_tokens"] = read_value(config, "max_new_tokens", Size)
         if not (draws := read_value(config, "do_sample", bool, True)):
             values["temperature"] = 0.0
         for name, inert in {**_LACKING, **(_LACKING_IN_DRAWS if draws else {})}.items():
