@@ -1,15 +1,18 @@
 """One loader for every model: other layouts' keys, tied heads, quantisation, precision."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from tests.support.packing import float8
 from tests.support.tiny import random_weights, tiny_config
 from verax import checkpoint
 from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError
-from verax.loading import load_causal_lm, load_model
+from verax.loading import load_causal_lm, load_model, model_shapes
+from verax.models import causal_lm
 from verax.nn import Embedding, Linear
 from verax.ops import QuantizedWeight
 
@@ -79,3 +82,25 @@ def test_quantisation_is_of_linear_layers_only(tmp_path):
     model = load(tmp_path, weights(), quantization="int4")
     assert isinstance(model.inner.up.weight.get_value(), QuantizedWeight)
     assert model.embed.weight[...].dtype == jnp.float32
+
+
+def test_routers_and_gates_that_a_checkpoint_has_quantised_become_floats(tmp_path):
+    """AutoRound and GPTQModel quantise them with the other layers; a rounded score can choose another expert."""
+    sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=40)
+    config = tiny_config("qwen2_moe", **sizes)
+    weights, rng, expected = random_weights(config), np.random.default_rng(0), {}
+    for name in [name for name in weights if name.endswith("gate.weight")]:
+        arrays, expected[name] = float8(rng, *weights.pop(name).shape)
+        weights |= {name.replace("weight", part): array for part, array in arrays.items()}
+    assert len(expected) == 2 * config["num_hidden_layers"]
+    scheme = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    checkpoint.save(weights, tmp_path, config={**config, "quantization_config": scheme})
+    opened = Checkpoint.open(tmp_path)
+    model = load_causal_lm(opened, dtype="bfloat16")
+    found = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    for name, weight in expected.items():
+        assert found[name].dtype == jnp.float32
+        np.testing.assert_allclose(found[name], weight, rtol=1e-6)
+    shapes = model_shapes(*causal_lm(config), dtype="bfloat16", opened=opened)
+    assert jax.tree.map(jnp.shape, nnx.state(shapes)) == jax.tree.map(jnp.shape, nnx.state(model))
+    assert np.isfinite(model(jnp.asarray([[3, 5, 7]]))).all()

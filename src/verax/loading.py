@@ -13,7 +13,8 @@ A module's path is its key in the checkpoint. Where published layouts differ fro
 - `transposed_weights: tuple[str, ...]`: patterns of stacks `[E, out, in]` that a checkpoint of floats has as one array
   `[E, in, out]`;
 
-All of them are optional. How weights are divided over a mesh is declared by the layers (`verax.nn.parallel`).
+All of them are optional. A module whose `keeps_floats` is True gets floats, whatever the checkpoint has. How weights
+are divided over a mesh is declared by the layers (`verax.nn.parallel`).
 """
 
 from __future__ import annotations
@@ -322,6 +323,7 @@ def load_weights(
         precisions.pop(HEAD, None)
     aliases, stacks, transposed = _sources(model, opened, tied_weights)
     kept = None if getattr(model, "quantized_weights", None) is None else _kept(model, opened.packed)
+    floats = {*precisions, *_floats(model)}
     return load_module(
         model,
         opened,
@@ -334,15 +336,21 @@ def load_weights(
         stacks=stacks,
         transposed=transposed,
         quantize=precisions.get,
-        dequantize=lambda name: dequantize or name in precisions or (kept is not None and name not in kept),
+        dequantize=lambda name: dequantize or name in floats or (kept is not None and name not in kept),
         progress=progress,
     )
 
 
 def _kept(model: Any, packed: Mapping[str, Any]) -> set[str]:
-    """Names of the weights that stay quantised as the checkpoint has them: all, or those that the model declares."""
+    """Names of the weights that stay quantised as the checkpoint has them: all but `_floats`, or those declared."""
     declared = getattr(model, "quantized_weights", None)
-    return set(packed) if declared is None else set(packed) & _quantizable(model)
+    return set(packed) - _floats(model) if declared is None else set(packed) & _quantizable(model)
+
+
+def _floats(model: Any) -> set[str]:
+    """Names of the weights of modules that compute with floats only (`keeps_floats`), whatever the checkpoint has."""
+    modules = (path for path, module in nnx.iter_modules(model) if getattr(module, "keeps_floats", False))
+    return {".".join(map(str, (*path, "weight"))) for path in modules}
 
 
 def _precisions(model: Any, precision: Precision | None) -> dict[str, Precision]:

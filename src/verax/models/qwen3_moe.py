@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,9 @@ class Gate(nnx.Module):
 
     A rounded score can choose another expert, and the weight is a thousandth of those that it decides about.
     """
+
+    keeps_floats: ClassVar[bool] = True
+    """True for weights that become floats where the checkpoint has them quantised, as AutoRound's have."""
 
     def __init__(self, size_in: int, size_out: int, *, rngs: nnx.Rngs):
         self.weight = Linear(size_in, size_out, dtype=jnp.float32, rngs=rngs).weight
