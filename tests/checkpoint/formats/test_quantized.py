@@ -406,6 +406,7 @@ REFUSED = [
     ("gptq", {"scales": ONES(12, 40, dtype=np.int32)}, {}, "the last of floats"),
     ("gptq", {"qweight": ONES(48, dtype=np.int32)}, {}, r"up.qweight of dtype int32 and shape \[48\]"),
     ("gptq", {"g_idx": ONES(383, dtype=np.int32)}, {}, r"up.g_idx of dtype int32 and shape \[383\]"),
+    ("gptq", {"g_idx": None}, {"desc_act": True}, "up.g_idx missing, .* with desc_act"),
     ("gptq", {}, {**AUTO_ROUND, "packing_format": "auto_round:marlin"}, "'auto_round:marlin' of AutoRound is not supp"),
     ("gptq", {}, {**AUTO_ROUND, "act_bits": 8}, "AutoRound's int weights with inputs of 8 bits"),
     ("gptq", {}, {**AUTO_ROUND, "data_type": "mx_fp"}, "AutoRound's mx_fp weights"),

@@ -238,7 +238,12 @@ def find_gptq(
         raise CheckpointError(f"{where}: GPTQ weights of {bits} bits are not supported: 4 and 8 are")
     if (rotation := config.get("rotation")) is not None:
         raise CheckpointError(f"{where}: rotation: {rotation!r}, of activations, is not supported; a model without is")
-    return _find(tensors, layout, where, config)
+    weights = _find(tensors, layout, where, config)
+    for key, entry in weights.items():
+        needed = read_value(config, "desc_act", bool, False) and tensors[entry.keys[2]].shape[0] > 1
+        if needed and (g_idx := key.removesuffix("weight") + "g_idx") not in tensors:
+            raise CheckpointError(f"{where}: {g_idx} missing, which has the groups of inputs with desc_act")
+    return weights
 
 
 def find_awq(
