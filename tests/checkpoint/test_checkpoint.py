@@ -132,6 +132,15 @@ def test_a_model_that_mlx_has_quantised_is_refused_by_that_name(tmp_path):
             Checkpoint.open(tmp_path)
 
 
+@pytest.mark.parametrize(("dtype", "floats"), [(np.float16, True), (np.uint8, False)])
+def test_floats_under_a_scheme_that_is_not_supported_are_told_from_others(tmp_path, dtype, floats):
+    write(tmp_path, {"up.weight": np.zeros((4, 1), dtype)})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "bitsandbytes"}}))
+    with pytest.raises(CheckpointError, match="'bitsandbytes', which is not supported") as caught:
+        Checkpoint.open(tmp_path)
+    assert ("all its weights are floats" in str(caught.value)) == floats
+
+
 def test_an_adapter_alone_is_no_checkpoint(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="this is a LoRA adapter; open its base model"):

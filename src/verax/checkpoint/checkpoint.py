@@ -83,10 +83,13 @@ def _find_quantized(
     method = scheme.get("quant_method")
     find = _METHODS.get(method) if isinstance(method, str) else None
     if find is None:
-        raise CheckpointError(
+        message = (
             f"{folder}: it is quantised by {method!r}, which is not supported: {', '.join(_METHODS)} are, and so are "
             "unquantised checkpoints with quantization='int8', 'w8a8' or 'int4'"
         )
+        if not any(info.dtype.kind in "iub" for info in tensors.values()):  # as merging of QLoRA adapters leaves them
+            message += "; all its weights are floats, which load without quantization_config in config.json"
+        raise CheckpointError(message)
     return find(tensors, scheme, read, folder)
 
 
