@@ -72,6 +72,17 @@ def test_a_request_that_does_not_fit_is_refused_before_anything_runs(pipes, monk
         pipe.calibrate(VideoRequest("a red circle", **OPTIONS))
 
 
+def test_no_clip_is_advised_that_would_be_refused(pipes, monkeypatch):
+    pipe, large = pipes("ti2v"), {**OPTIONS, "height": 64, "width": 64}
+    plan = pipe.plan(VideoRequest("a red circle", **large))
+    worst = max(plan, key=lambda one: one.peak)
+    monkeypatch.setattr("verax.video.pipeline.free_memory", lambda _: worst.weights + worst.others + worst.work // 2)
+    monkeypatch.setattr(pipe, "_releasable", [])
+    with pytest.raises(RequestRefusedError, match="memory: ") as refusal:
+        pipe("a red circle", **large)
+    assert "num_frames=1 " not in str(refusal.value)  # the picture alone
+
+
 def test_encoders_stay_until_a_clip_does_not_fit_next_to_them(tmp_path, monkeypatch):
     monkeypatch.setattr("verax.video.programs.KEEP_LIMIT", 0)
     folder = video_folder("i2v", tmp_path / "i2v")

@@ -127,22 +127,22 @@ def out_of_memory_message(
     geometry: LatentGeometry,
     plan: Sequence[StageMemory],
     free: int,
-    replan: Callable[[Mapping[str, Any]], Sequence[StageMemory]],
+    replan: Callable[[Mapping[str, Any]], Sequence[StageMemory] | None],
     *,
     devices: int = 1,
 ) -> str | None:
     """Message for a request that does not fit in the free memory, with changes that would fit; None if it fits.
 
-    `replan`: function that returns the plan of the request with some changes. `devices`: devices that divide the tokens
-    of a frame, of which changes leave a multiple in each row.
+    `replan`: function that returns the plan of the request with some changes; None where that is not a request that the
+    model takes. `devices`: devices that divide the tokens of a frame, of which changes leave a multiple in each row.
     """
     worst = largest(plan)
     if worst.peak <= free:
         return None
     fit: list[str] = []
     for change in _alternatives(request, geometry, plan, free, devices):
-        peak = largest(replan(change)).peak
-        if peak <= free:
+        changed = replan(change)
+        if changed is not None and (peak := largest(changed).peak) <= free:
             fit.append(f"{', '.join(f'{name}={value!r}' for name, value in change.items())} ({format_bytes(peak)})")
     if max(one.peak - one.others for one in plan) <= free:
         fit.append("offload=True")

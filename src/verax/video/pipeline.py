@@ -305,14 +305,15 @@ class VideoPipeline:
         free = free_memory(self.parts.components)
         if free is None:
             return
-        why = out_of_memory_message(
-            request,
-            self.geometry,
-            self._plan(request),
-            free,
-            lambda change: self._plan(replace(request, **change)),
-            devices=axis_size(self.mesh, SEQUENCE),
-        )
+
+        def replan(change: Mapping[str, Any]) -> list[StageMemory] | None:
+            try:
+                return self._plan(self.resolve(replace(request, **change)))
+            except InvalidParameterError:  # such as a clip of no more frames than its picture
+                return None
+
+        devices = axis_size(self.mesh, SEQUENCE)
+        why = out_of_memory_message(request, self.geometry, self._plan(request), free, replan, devices=devices)
         if why is not None:
             raise RequestRefusedError(why)
 
