@@ -103,6 +103,10 @@ def test_the_files_of_a_checkpoint_are_preferred_to_the_command(tmp_path):
         ({"_class_name": "FlowMatchLCMScheduler", "shift": 5.0, "use_dynamic_shifting": False}, "lcm", 5),
         ({"_class_name": "UniPCMultistepScheduler", "flow_shift": 3.0, "solver_order": 2}, "unipc", 3),
         ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "euler", 8),
+        # As diffusers' `from_config` leaves them: with the settings of the scheduler before.
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0, "flow_shift": 5.0}, "euler", 3),
+        ({"_class_name": "UniPCMultistepScheduler", "shift": 7.0, "flow_shift": 2.0}, "unipc", 2),
+        ({"_class_name": "FlowUniPCMultistepScheduler", "shift": 7.0, "flow_shift": 2.0}, "unipc", 7),
     ],
 )
 def test_the_folders_scheduler_says_the_solver_and_the_shift(scheduler, solver, shift, tmp_path):

@@ -158,7 +158,9 @@ class VideoFolder:
     def flow_shift(self) -> float:
         """Shift of the scheduler's noise levels; 1 where its settings name none."""
         scheduler = self.scheduler
-        return read_value(scheduler, "flow_shift" if "flow_shift" in scheduler else "shift", Positive, 1.0)
+        # Diffusers keeps the settings of a scheduler from which another was made, so that both may be there.
+        kind = scheduler.get("_class_name", "UniPCMultistepScheduler" if "flow_shift" in scheduler else None)
+        return read_value(scheduler, "flow_shift" if kind == "UniPCMultistepScheduler" else "shift", Positive, 1.0)
 
     @property
     def solver(self) -> str:
