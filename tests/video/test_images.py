@@ -147,6 +147,13 @@ def test_a_video_is_read_as_it_is_shown(options, width, shades, tmp_path):
     assert [round(frame.mean() / 40) for frame in frames] == shades
 
 
+def test_a_name_with_a_colon_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_clip(clip(), "take:1.mp4", fps=8)
+    assert read_clip("take:1.mp4")[0].shape == clip().shape
+    assert [path.name for path in tmp_path.iterdir()] == ["take:1.mp4"]
+
+
 @pytest.mark.parametrize("suffix", ["png", "jpg", "bmp", "tif"])
 def test_a_picture_is_a_clip_of_one_frame_without_a_rate(suffix, tmp_path):
     Image.fromarray(picture()).save(tmp_path / f"a.{suffix}")

@@ -158,7 +158,8 @@ def check_parent(path: Path, name: str) -> None:
 
 def _write_mp4(frames: np.ndarray, path: Path, fps: float, crf: int) -> None:
     av = require_optional("av")
-    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
+    # Whole, since FFmpeg takes what is before a colon in the name of a file for a protocol.
+    with av.open(str(path.absolute()), "w", options={"movflags": "faststart"}) as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"

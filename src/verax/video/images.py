@@ -160,7 +160,7 @@ def frame_pixels(frame: Any, stream: Any) -> UInt8[np.ndarray, "H W 3"]:
 
 
 def _read_video(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
-    with require_optional("av").open(str(path)) as container:
+    with require_optional("av").open(str(path.absolute())) as container:  # FFmpeg takes `take:` for a protocol
         stream = container.streams.best("video")  # not a cover picture, which may be the first
         if stream is None:
             raise InvalidParameterError(f"{name}: {path} has no images in it")
