@@ -305,6 +305,11 @@ HALF = dict(height=32, width=64, num_inference_steps=4, half_size_steps=2)
             for value in ("1,x", [0.5, 0.75], [1.5, 0.75], [1, 0.5, 0], [], [1, float("nan")], 3)
         ),
         ("t2v", {"sigmas": [1, 0.5], "num_inference_steps": 3}, "num_inference_steps: 3, but there are 2 sigmas"),
+        *(
+            ("df", {name: 4 * 10**digits + 1}, f"{name}: expected a whole number of .*(at most|to) [1-9]")
+            for name in ("height", "num_frames", "base_num_frames", "overlap_history", "num_inference_steps", "ar_step")
+            for digits in (9, 30)
+        ),
         ("t2v", {"solver": "heun"}, "solver: expected one of unipc, euler, lcm"),
     ],
 )

@@ -22,6 +22,10 @@ _VACE = "VACE"
 _SPEED = "Speed and memory"
 _CHECKPOINT = "checkpoint's"
 
+_MOST_PIXELS, _MOST_FRAMES, _MOST_STEPS = 1 << 15, 100_000, 10_000
+"""Limits far beyond what any model makes. Without them, a slip of the keyboard fills the memory with lists of segments
+and tables of steps before anything can say that it does not fit."""
+
 
 @documented
 @dataclass(frozen=True, eq=False)
@@ -83,21 +87,29 @@ class VideoRequest:
         None,
         "Height of a frame in pixels, a multiple of 16. Of 32 for Wan2.2's 5B. If height and width are both None, and "
         "the image is upright, so is the clip; a model of Wan makes frames of the image's shape.",
+        high=_MOST_PIXELS,
         shown=_CHECKPOINT,
     )
     width: int | None = option(
-        None, "Width of a frame in pixels, a multiple of 16. Of 32 for Wan2.2's 5B.", shown=_CHECKPOINT
+        None,
+        "Width of a frame in pixels, a multiple of 16. Of 32 for Wan2.2's 5B.",
+        high=_MOST_PIXELS,
+        shown=_CHECKPOINT,
     )
     resolution: str | None = option(
         None, "540P (544 x 960) or 720P (720 x 1280), in place of height and width.", shown=_CHECKPOINT
     )
     num_frames: int | None = option(
-        None, "Number of frames, 4n + 1. More than `base_num_frames` are made in segments.", shown=_CHECKPOINT
+        None,
+        "Number of frames, 4n + 1. More than `base_num_frames` are made in segments.",
+        high=_MOST_FRAMES,
+        shown=_CHECKPOINT,
     )
     num_inference_steps: int | None = option(
         None,
         "Steps of the solver.",
         low=1,
+        high=_MOST_STEPS,
         flags=("--inference-steps", "--num-inference-steps", "--steps"),
         shown=_CHECKPOINT,
     )
@@ -206,6 +218,7 @@ class VideoRequest:
         0,
         "Steps by which a block follows the block before it; 0 for all together. Diffusion forcing only.",
         low=0,
+        high=_MOST_STEPS,
         panel=_FORCING,
     )
     causal_block_size: int | None = option(
@@ -216,7 +229,7 @@ class VideoRequest:
         "True if a block sees earlier blocks only. No released model was trained for it; diffusers does it whenever "
         'there are blocks, and so does `reference="diffusers"`.',
     )
-    overlap_history: int | None = option(None, "Frames that segments share, 4n + 1.", panel=_FORCING)
+    overlap_history: int | None = option(None, "Frames that segments share, 4n + 1.", high=_MOST_FRAMES, panel=_FORCING)
     addnoise_condition: int = option(
         0,
         "Noise on prefix frames; 20 hides seams. Timesteps, of 1000, that are added where the model sees the frames.",
@@ -224,7 +237,7 @@ class VideoRequest:
         high=1000,
         panel=_FORCING,
     )
-    base_num_frames: int | None = option(None, "Frames of a segment, 4n + 1.", panel=_FORCING)
+    base_num_frames: int | None = option(None, "Frames of a segment, 4n + 1.", high=_MOST_FRAMES, panel=_FORCING)
     attention: str = option(
         "auto",
         "auto, standard, chunked or flash. They are described at `verax.models.video_model.ATTENTION`.",
