@@ -310,6 +310,8 @@ HALF = dict(height=32, width=64, num_inference_steps=4, half_size_steps=2)
             for name in ("height", "num_frames", "base_num_frames", "overlap_history", "num_inference_steps", "ar_step")
             for digits in (9, 30)
         ),
+        *(("t2v", {"shift": shift}, "shift: expected noise levels that differ") for shift in (1e9, 1e300, 1e-60)),
+        ("df", {"sigmas": [1, 0.99999999, 0.5], "solver": "euler"}, "sigmas: expected noise levels that differ"),
         ("t2v", {"solver": "heun"}, "solver: expected one of unipc, euler, lcm"),
     ],
 )

@@ -30,6 +30,7 @@ from verax.video.preview import Previewer
 from verax.video.recipes import with_recipe
 from verax.video.request import ResolvedRequest, VideoRequest, make_request, resolve_request
 from verax.video.run import PipelineParts, run_request, stages_of
+from verax.video.schedule import request_levels
 
 _log = logging.getLogger("verax.video")
 
@@ -274,6 +275,7 @@ class VideoPipeline:
         is_divided = axis_size(self.mesh, SEQUENCE) > 1
         resolved = resolve_request(request, self.parts.model, follow_picture=not is_divided)
         check_request(self.mesh, resolved, self.geometry)
+        request_levels(resolved, self.parts.model, resolved.shift)  # refuses those that no solver can take
         return with_cache(resolved, self.parts.model)
 
     def plan(self, request: VideoRequest) -> list[StageMemory]:

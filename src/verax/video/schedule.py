@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Real
 
+from verax.errors import InvalidParameterError
 from verax.models.video_model import Sigmas, VideoModel, shift_sigmas
 from verax.video import solvers
 from verax.video.recipes import RECIPES
@@ -102,25 +103,37 @@ def segment_schedules(
     denoised either.
     """
     sizes = {"latents": latents, "given": given, "last": last}
-    levels = _request_levels(request, model, request.shift)
+    levels = request_levels(request, model, request.shift)
     if not (N := request.half_size_steps):
         return [_segment_schedule(request, model, levels, **sizes)]
     shift = request.shift + (HALF_SIZE_SHIFT if request.sigmas is None else 0)
-    full = _request_levels(request, model, shift)
+    full = request_levels(request, model, shift)
     halves = NoiseLevels(levels.sigmas[: N + 1], levels.timesteps[:N]), NoiseLevels(full.sigmas[N:], full.timesteps[N:])
     return [_segment_schedule(request, model, half, **sizes) for half in halves]
 
 
-def _request_levels(request: ResolvedRequest, model: VideoModel, shift: float) -> NoiseLevels:
+def request_levels(request: ResolvedRequest, model: VideoModel, shift: float) -> NoiseLevels:
+    """Noise levels of a request's steps.
+
+    Raises:
+        InvalidParameterError: if two levels are the same float32, between which a solver divides by 0.
+    """
     own, rules = request.sigmas, model.rules
     spacing = rules.sigmas if request.solver == "unipc" else rules.other_sigmas or rules.sigmas
-    return noise_levels(
+    levels = noise_levels(
         request.num_inference_steps,
         shift,
         spacing if own is None else lambda steps, shift: shift_sigmas(np.array(own), shift),
         solver=request.solver,
         whole_timesteps=request.recipe is not None and RECIPES[request.recipe].whole_timesteps,
     )
+    if not (np.diff(levels.sigmas) < 0).all():
+        name, given = ("shift", f"{shift:g}") if own is None else ("sigmas", f"{own} with shift {shift:g}")
+        raise InvalidParameterError(
+            f"{name}: expected noise levels that differ as float32 in each of the {len(levels.timesteps)} steps, got "
+            f"{given}"
+        )
+    return levels
 
 
 def _segment_schedule(
