@@ -234,6 +234,16 @@ HALF = dict(height=32, width=64, num_inference_steps=4, half_size_steps=2)
         ("df", {"last_image": picture(1000, 1)}, "last_image: 1000 x 1 pixels"),
         ("t2v", {"prompt": None}, "prompt: give it or prompt_embeds"),
         ("t2v", {"fps": 1001}, "fps: expected a whole number of 1 to 1000, or None, got 1001"),
+        *(
+            ("t2v", {"prompt": None, "prompt_embeds": np.zeros((1, 512, 16), dtype)}, "prompt_embeds: .* of floats")
+            for dtype in (complex, str, bool)
+        ),
+        ("t2v", {"latents": np.full((1, 16, 3, 2, 4), "0.5")}, "latents: expected an array of floats, got <U3"),
+        (
+            "t2v",
+            {"negative_prompt": "blue", "negative_prompt_embeds": np.zeros((1, 512, 16))},
+            "negative_prompt: give it or negative_prompt_embeds, not both",
+        ),
         ("t2v", {"prompt": 5}, "prompt: expected a text, or a list of one for each segment, got int"),
         ("t2v", {"prompt": ["a", 5]}, "prompt: expected a text, got int"),
         ("t2v", {"negative_prompt": 5}, "negative_prompt: expected a text, got int"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt8
 
@@ -180,7 +181,9 @@ def resolve_request(request: VideoRequest, model: VideoModel, *, follow_picture:
             values[name] = images.read_image(values[name], name=name)
     for name in ("latents", "prompt_embeds", "negative_prompt_embeds"):
         if hasattr(values[name], "__array__"):
-            values[name] = images.as_array(values[name], name)
+            values[name] = array = images.as_array(values[name], name)
+            if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+                raise InvalidParameterError(f"{name}: expected an array of floats, got {array.dtype}")
     if request.video is not None:
         values["video"], rate = images.read_clip(request.video)
         values["fps"] = _own_rate(rate, values["fps"])
@@ -474,6 +477,8 @@ def _check_texts(request: ResolvedRequest, model: VideoModel) -> None:
     width, lengths = model.geometry.text_width, []
     if (request.prompt is None) == (request.prompt_embeds is None):
         raise InvalidParameterError("prompt: give it or prompt_embeds, one of the two")
+    if request.negative_prompt_embeds is not None and request.negative_prompt != model.settings.negative_prompt:
+        raise InvalidParameterError("negative_prompt: give it or negative_prompt_embeds, not both")
     if request.prompt is not None and not request.prompts:
         raise InvalidParameterError("prompt: expected a text, or one for each segment, got none")
     named = [*(("prompt", prompt) for prompt in request.prompts), ("negative_prompt", request.negative_prompt)]
