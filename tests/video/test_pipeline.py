@@ -1,5 +1,6 @@
 """`VideoPipeline` beyond parity: what it refuses, compiles, forgets, repeats, and reports while it runs."""
 
+from pathlib import Path
 from typing import Any
 
 import huggingface_hub
@@ -117,6 +118,11 @@ def test_a_callback_that_says_false_ends_the_run_with_the_segments_that_are_done
     assert (whole.complete, stopped.complete) == (True, False)
     assert len(stopped.frames) == 9
     np.testing.assert_allclose(stopped.frames.astype(int), whole.frames[:9], atol=1)
+
+
+def test_a_callback_may_say_false_as_numpy_does(pipes):
+    assert not pipes("t2v")("a red circle", callback=lambda now: np.isfinite(np.inf), **SIZE).complete
+    assert pipes("t2v")("a red circle", callback=lambda now: None, **SIZE).complete
 
 
 def test_encoders_are_given_back_and_read_again(folders):

@@ -189,7 +189,7 @@ class RunReporter:
                     frames=frames,
                     preview=preview,
                 )
-                if self.callback(now) is False:
+                if isinstance(answer := self.callback(now), bool | np.bool) and not answer:
                     raise StopRunError
 
             yield step
