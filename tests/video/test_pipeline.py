@@ -250,6 +250,7 @@ HALF = dict(height=32, width=64, num_inference_steps=4, half_size_steps=2)
             {"negative_prompt": "blue", "negative_prompt_embeds": np.zeros((1, 512, 16))},
             "negative_prompt: give it or negative_prompt_embeds, not both",
         ),
+        *(("t2v", {"resume": path}, "resume: expected a folder, which need not exist") for path in ("", Path(), 5)),
         ("t2v", {"prompt": 5}, "prompt: expected a text, or a list of one for each segment, got int"),
         ("t2v", {"prompt": ["a", 5]}, "prompt: expected a text, got int"),
         ("t2v", {"negative_prompt": 5}, "negative_prompt: expected a text, got int"),

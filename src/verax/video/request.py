@@ -529,6 +529,7 @@ def _check_segments(request: ResolvedRequest, model: VideoModel) -> None:
 
 def _check_resume(path: Any) -> None:
     """Refuse a path that cannot be a folder of segments."""
-    if not isinstance(path, str | Path) or Path(path).is_file():
+    # An empty name, such as of a variable of a shell that is not set, is the current folder as a path.
+    if not isinstance(path, str | Path) or Path(path) == Path() or Path(path).is_file():
         raise InvalidParameterError(f"resume: expected a folder, which need not exist yet, got {str(path)!r}")
     check_parent(Path(path), "resume")
