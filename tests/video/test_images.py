@@ -1,5 +1,6 @@
 """Pictures and clips in, and files out: what is read is what was written, and nothing is left half-written."""
 
+import os
 import struct
 import sys
 from fractions import Fraction
@@ -255,7 +256,7 @@ def test_an_interrupted_write_leaves_what_was_there(name, tmp_path, monkeypatch)
     assert len(read_clip(tmp_path / name)[0]) == 3
 
 
-def test_a_path_that_cannot_be_written_is_refused(tmp_path):
+def test_a_path_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     (tmp_path / "b.mp4").mkdir()
@@ -269,6 +270,9 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path):
             check_path(tmp_path / name)
     with pytest.raises(InvalidParameterError, match=r"fps: expected .* at most 100 .*gif, got 120"):
         check_path(tmp_path / "a.gif", fps=120)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # as of a disk that is mounted to be read
+    with pytest.raises(InvalidParameterError, match=r"path: the folder .* cannot be written to"):
+        check_path(tmp_path / "a.mp4")
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
 
 

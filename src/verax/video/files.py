@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -151,9 +152,11 @@ def write_contact_sheet(
 
 
 def check_parent(path: Path, name: str) -> None:
-    """Raise InvalidParameterError, which begins with `name`, if there is no folder to write `path` in."""
+    """Raise InvalidParameterError, which begins with `name`, if there is no folder that `path` can be written in."""
     if not path.parent.is_dir():
         raise InvalidParameterError(f"{name}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise InvalidParameterError(f"{name}: the folder {path.parent.absolute()} cannot be written to")
 
 
 def _write_mp4(frames: np.ndarray, path: Path, fps: float, crf: int) -> None:

@@ -532,4 +532,4 @@ def _check_resume(path: Any) -> None:
     # An empty name, such as of a variable of a shell that is not set, is the current folder as a path.
     if not isinstance(path, str | Path) or Path(path) == Path() or Path(path).is_file():
         raise InvalidParameterError(f"resume: expected a folder, which need not exist yet, got {str(path)!r}")
-    check_parent(Path(path), "resume")
+    check_parent(Path(path) / "segments" if Path(path).is_dir() else Path(path), "resume")
