@@ -535,6 +535,17 @@ def test_what_does_not_fit_is_an_error_that_names_it(tensors, message, base, tmp
         )
 
 
+@pytest.mark.parametrize("role", ["lora_A", "lora_B"])
+def test_matrices_of_integers_are_refused(role, base, tmp_path):
+    shapes = {"lora_A": (RANK, 6), "lora_B": (10, RANK)}
+    tensors = {
+        f"blocks.0.ffn.0.{name}.weight": np.ones(shape, np.int8 if name == role else np.float16)
+        for name, shape in shapes.items()
+    }
+    with pytest.raises(CheckpointError, match=rf"blocks\.0\.ffn\.0\.{role}\.weight has dtype int8, expected floats"):
+        with_file(base, tensors, tmp_path / "lora.safetensors")
+
+
 @pytest.mark.parametrize(
     "key", ["lora_magnitude_vector", "dora_scale", "oft_blocks", "oft_diag", "a1.weight", "on_input", "set_weight"]
 )

@@ -464,7 +464,10 @@ class _Change:
         return difference
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that the tensors give a difference of the weight's shape."""
+        """Check that the tensors are floats, and give a difference of the weight's shape."""
+        for key in self.keys.values():  # integers mean something with scales only, and none are read here
+            if not jnp.issubdtype(dtype := self.file.tensors[key].dtype, jnp.floating):
+                raise CheckpointError(f"{self.file.path}: {key} has dtype {dtype}, expected floats")
         shapes = {role: self.file.tensors[key].shape for role, key in self.keys.items()}
         arrays = ", ".join(f"{self.keys[role]} {list(size)}" for role, size in shapes.items()) or name
         zeros = {role: jax.ShapeDtypeStruct(size, np.float32) for role, size in shapes.items()}
