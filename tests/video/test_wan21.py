@@ -124,6 +124,7 @@ def test_the_folders_scheduler_says_the_solver_and_the_shift(scheduler, solver, 
         ("prediction_type", "epsilon"),
         ("disable_corrector", [0]),
         ("shift_terminal", 0.1),
+        ("solver_p", {"_class_name": "DPMSolverMultistepScheduler"}),
     ],
 )
 def test_settings_of_a_scheduler_that_are_not_implemented_are_refused(name, value, tmp_path):

@@ -566,7 +566,7 @@ _SOLVERS = {
 _ONLY: Mapping[str, Any] = {
     **{"num_train_timesteps": 1000, "prediction_type": "flow_prediction", "use_flow_sigmas": True, "solver_order": 2},
     **{"solver_type": "bh2", "predict_x0": True, "lower_order_final": True, "disable_corrector": []},
-    **{"final_sigmas_type": "zero", "shift_terminal": None, "scale_factors": None},
+    **{"final_sigmas_type": "zero", "shift_terminal": None, "scale_factors": None, "solver_p": None},
     **dict.fromkeys(("thresholding", "use_dynamic_shifting", "invert_sigmas", "stochastic_sampling"), False),
     **dict.fromkeys(("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"), False),
 }
