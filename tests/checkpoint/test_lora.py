@@ -189,6 +189,24 @@ def test_a_base_in_another_layout_has_the_same_modules(adapter, weights, tmp_pat
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_changed_output_head_becomes_a_weight_of_its_own(tmp_path, tied):
+    """PEFT writes a copy of the base's head next to the matrices that change it."""
+    tiny_checkpoint(tmp_path / "base", tie_word_embeddings=tied)
+    base = read(tmp_path / "base")
+    head = base["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    made = adapter_weights({"lm_head": head.shape})
+    copy = {"base_model.model.lm_head.base_layer.weight": np.ascontiguousarray(head)}
+    opened = Adapter.open(save_adapter(tmp_path / "adapter", {**made, **copy}))
+    head_of = {"lm_head.weight": "model.embed_tokens.weight"}
+    merge(Checkpoint.open(tmp_path / "base"), opened, tmp_path / "merged", tied=head_of)
+    got = read(tmp_path / "merged")
+    expected = changed({"lm_head.weight": head}, made)["lm_head.weight"]
+    np.testing.assert_allclose(got["lm_head.weight"], expected, atol=1e-6)
+    np.testing.assert_array_equal(got["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    assert Checkpoint.open(tmp_path / "merged").config["tie_word_embeddings"] is False
+
+
 def test_a_quantised_base_becomes_floats(adapter, tmp_path):
     tiny_checkpoint(tmp_path / "base")
     opened = Checkpoint.open(tmp_path / "base")

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -55,6 +56,9 @@ Rank = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK, description=f"a whole numb
 PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<role>[AB])(\.[^.]+)?\.weight")
 """Key of a matrix. Between role and `weight` files of PEFT's first versions have the adapter's name."""
+
+_COPY = ".base_layer.weight"
+"""End of the key of a copy of the base's own weight, which PEFT writes where an output head is adapted."""
 
 _REFUSED = {
     "use_dora": "DoRA scales the whole weight",
@@ -176,7 +180,10 @@ def _pairs(file: SafetensorsFile | PthFile, settings: Mapping[str, Any]) -> dict
     """Matrices by module."""
     matrices: dict[str, dict[str, str]] = {}
     unknown = []
+    adapted = {match["module"] for key in file.tensors if (match := _KEY.fullmatch(key)) is not None}
     for key in file.tensors:
+        if key.endswith(_COPY) and key.removesuffix(_COPY) in adapted:
+            continue
         match = _KEY.fullmatch(key)
         if match is None or not key.startswith(PREFIX):
             unknown.append(key)
@@ -233,32 +240,39 @@ def merge(
     folder: str | Path,
     *,
     aliases: Iterable[tuple[str, str]] = (),
+    tied: Mapping[str, str] = MappingProxyType({}),
     dtype: DTypeLike | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Write a checkpoint whose weights have an adapter's changes added, in float32 and rounded once; return its folder.
 
-    Quantised weights become floats. Keys and tokenizer files are the base's.
+    Quantised weights become floats. Keys and tokenizer files are the base's. An output head that is the embeddings in
+    the base and changed by the adapter is written as a weight of its own.
 
     Args:
         aliases: pairs of a pattern of keys and its replacement in another layout, from which adapters may have their
             names: the `key_aliases` of the model's class.
+        tied: keys of weights that a base may have once, by the keys that it may lack: its `tied_weights`.
         dtype: dtype of the written floats; if None, each weight keeps its dtype, and quantised ones become bfloat16.
         progress: called with (weights done, weights in all).
     """
     if opened.metadata:
         raise CheckpointError(f"{opened.folder}: a GGUF file cannot be written back; merge into the model's folder")
-    changed = _modules_by_weight(opened, adapter, tuple(aliases))
-    names, counter = opened.names(), count(1)
+    changed, sources = _modules_by_weight(opened, adapter, tuple(aliases), tied)
+    counter = count(1)
 
     def done() -> None:
         number = next(counter)
         if progress is not None:
-            progress(number, len(names))
+            progress(number, len(sources))
 
-    weights = {name: _merged(opened, name, adapter, changed.get(name), done) for name in names}
+    weights = {key: _merged(opened, name, adapter, changed.get(key), done) for key, name in sources.items()}
     merged = jnp.dtype(dtype or QUANTIZED_DTYPE).name if dtype is not None or opened.packed else None
     config = config_of_floats(opened.config, merged)
+    if not changed.keys().isdisjoint(tied):
+        for level in (config, config.get("text_config")):
+            if isinstance(level, dict):
+                level["tie_word_embeddings"] = False
     generation = dict(opened.generation_config) or None
     return save(weights, folder, config=config, generation_config=generation, tokenizer_from=opened.folder, dtype=dtype)
 
@@ -287,13 +301,19 @@ _LEVEL = "language_model."
 """Part of a name by which a language model stands next to a vision tower."""
 
 
-def _modules_by_weight(opened: Checkpoint, adapter: Adapter, aliases: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """The adapter's modules by the keys of the weights that they change."""
-    keys = {key: key for key in opened.names() if key.endswith(".weight")}
+def _modules_by_weight(
+    opened: Checkpoint, adapter: Adapter, aliases: tuple[tuple[str, str], ...], tied: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The adapter's modules by the keys of the weights that they change, and the base's weights by the written keys."""
+    sources = {key: key for key in opened.names()}
+    keys = {key: key for key in sources if key.endswith(".weight")}
     for pattern, replacement in aliases:
         keys = {**{re.sub(pattern, replacement, key): key for key in keys.values()}, **keys}
     # With a vision tower, files and modules of transformers have the level of the language model in different places.
     keys = {**{key.replace(_LEVEL, "", 1): key for key in keys.values()}, **keys}
+    for head, embeddings in tied.items():
+        if head not in keys and embeddings in keys and head.removesuffix(".weight") in adapter.pairs:
+            sources[head], keys[head] = keys[embeddings], head
     modules, missing, wrong = dict[str, str](), list[str](), list[str]()
     for module, pair in adapter.pairs.items():
         name = f"{module}.weight"
@@ -302,15 +322,15 @@ def _modules_by_weight(opened: Checkpoint, adapter: Adapter, aliases: tuple[tupl
         size = (pair.size_in, pair.size_out) if adapter.fan_in_fan_out else (pair.size_out, pair.size_in)
         if key is None:
             missing.append(module)
-        elif opened.shape(key) != size:
-            wrong.append(f"{module} (adapter {list(size)}, base {list(opened.shape(key))})")
+        elif (shape := opened.shape(sources[key])) != size:
+            wrong.append(f"{module} (adapter {list(size)}, base {list(shape)})")
         else:
             modules[key] = module
     if missing:
         raise adapter.fault(missing, f"{opened.folder} has no weights of")
     if wrong:
         raise adapter.fault(wrong, f"another base than {opened.folder}, by the shapes of")
-    return modules
+    return modules, sources
 
 
 def save_adapter(

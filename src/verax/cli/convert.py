@@ -82,9 +82,17 @@ def _merge(source: str, target: Path, lora: str, dtype: str | None, *, force: bo
 
     opened, adapter = checkpoint.Checkpoint.open(source), Adapter.open(lora)
     _check_target(target, opened, force=force)
-    aliases = causal_lm(opened.config)[0].key_aliases
+    family = causal_lm(opened.config)[0]
     with progress.bar("merging", count=False) as report:
-        folder = merge(opened, adapter, target, aliases=aliases, dtype=dtype, progress=report)
+        folder = merge(
+            opened,
+            adapter,
+            target,
+            aliases=family.key_aliases,
+            tied=getattr(family, "tied_weights", {}),
+            dtype=dtype,
+            progress=report,
+        )
     written = checkpoint.Checkpoint.open(folder).nbytes
     typer.echo(f"{folder}: {written / 1e6:.1f} MB, {len(adapter.pairs)} weights changed by {adapter.folder}")
 
