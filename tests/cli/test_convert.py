@@ -105,6 +105,13 @@ def test_what_is_missing_is_named_before_anything_is_written(run, source, tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["source"]
 
 
+def test_without_a_layout_or_an_adapter_both_are_named(run, source, tmp_path):
+    done = run("convert", source, tmp_path / "out")
+    assert done.status == 1
+    assert "--to" in done.err
+    assert "--lora" in done.err
+
+
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -134,6 +141,13 @@ def test_rounded_inputs_need_8_bits_and_a_scale_for_a_row(run, folder, tmp_path,
     assert done.status == 1
     assert "round_inputs: it needs --bits 8" in done.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("option", "value"), [("bits", 3), ("group_size", 48)])
+def test_a_precision_that_there_is_not_is_refused_before_the_model_is_read(run, tmp_path, option, value):
+    done = run("quantize", tmp_path / "out", "--model", tmp_path / "none", f"--{option.replace('_', '-')}", value)
+    assert done.status == 1
+    assert f"error: {option}: expected" in done.err
 
 
 def test_the_written_checkpoint_is_the_model_quantised_while_loading(run, folder, tmp_path):

@@ -64,6 +64,11 @@ def convert(
             raise InvalidParameterError("to: an adapter is merged in the base's own layout; leave --to out")
         _merge(source, target, lora, dtype, force=force)
         return
+    if to is None:
+        raise InvalidParameterError(
+            "to, lora: give one: --to original or --to diffusers writes a video model in that layout, --lora merges an "
+            "adapter into a language model"
+        )
     if to not in ("original", "diffusers"):
         raise InvalidParameterError(f"to: expected original or diffusers, got {to!r}")
     with progress.bar("converting", count=False) as report:
@@ -138,14 +143,19 @@ def quantize(
     from verax.errors import CheckpointError, InvalidParameterError
     from verax.loading import load_causal_lm
     from verax.models import check_dtype, language_config
+    from verax.ops.quantized import BITS, GROUP_SIZES
 
     check_dtype(dtype)
+    if bits not in BITS:
+        raise InvalidParameterError(f"bits: expected {' or '.join(map(str, BITS))}, got {bits}")
+    if group_size not in (None, *GROUP_SIZES):
+        raise InvalidParameterError(f"group_size: expected {', '.join(map(str, GROUP_SIZES))}, got {group_size}")
+    if round_inputs and (bits != 8 or group_size is not None):
+        raise InvalidParameterError("round_inputs: it needs --bits 8 and a scale for a whole row (no --group-size)")
     opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model)
     if opened.metadata:
         raise CheckpointError(f"{opened.folder}: a GGUF file cannot be written back; quantise the model's folder")
     _check_target(output, opened, force=force)
-    if round_inputs and (bits != 8 or group_size is not None):
-        raise InvalidParameterError("round_inputs: it needs --bits 8 and a scale for a whole row (no --group-size)")
     if group_size is None and bits == 4:
         group_size = 32
     with progress.bar("quantising", count=False) as report:
