@@ -1,6 +1,7 @@
 """GGUF files for tests, written with the gguf package's own writer, tensor names and quantisation."""
 
 import json
+import re
 
 import gguf
 import numpy as np
@@ -35,10 +36,13 @@ SCALE_OFFSETS = {
     "Q5_K": (0, 2),
     "Q4_1": (0, 2),
     "Q5_1": (0, 2),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "IQ1_M": (),  # whose scale is in four places
 }
 """Offsets of a block's float16 numbers; 0 for other types."""
 RANDOM = {"Q2_K": 5e-3, "Q3_K": 2e-3, "Q4_K": 3e-4, "Q5_K": 1.5e-4, "Q6_K": 7e-5, "IQ4_NL": 1.3e-3, "IQ4_XS": 4e-5}
-RANDOM |= dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), 1e-3)
+RANDOM |= dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), 1e-3)
 """Types that the package cannot quantise to, and the spread of float16 numbers that gives weights a spread of 0.1."""
 
 
@@ -60,6 +64,8 @@ def random_blocks(kind, rows, size_in, *, seed=0, scales=None):
         gaussian = rng.standard_normal(shape) * RANDOM.get(kind, 0.01)
         chosen = gaussian if scales is None else rng.choice(scales, shape)
         blocks[..., offset : offset + 2] = chosen.astype(np.float16).view(np.uint8)
+    if kind == "IQ1_M":
+        blocks[..., -1] &= 0x3F  # a scale that is finite
     return blocks.reshape(rows, -1)
 
 
@@ -70,11 +76,11 @@ def permuted(weight, heads):
     )
 
 
-def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, split=0):
+def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, split=0, fuse=False):
     """Write a Hugging Face folder as a GGUF file, and return the stored blocks of each matrix by its key.
 
     `kinds` names other types by key; `metadata` adds (key, writer's method, value); `split` is the number of tensors in
-    each part of a file that is split.
+    each part of a file that is split; `fuse` joins queries, keys and values, as the converter's `--fuse-qkv` does.
     """
     config = json.loads((folder / "config.json").read_text())
     family, layers = config["model_type"], config["num_hidden_layers"]
@@ -151,7 +157,7 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, s
         add_tokenizer(writer, folder, pre)
     for key, method, value in metadata or ():
         getattr(writer, method)(key, value)
-    stored = {}
+    stored, joined = {}, {}
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, config["head_dim"]))
     weights = load_file(folder / "model.safetensors")
@@ -176,6 +182,12 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, s
             weight = weight[0]
         if family in ("llama", "ministral3", "smollm3", "granite") and (part := key.split(".")[-2]) in heads:
             weight = permuted(weight, heads[part])
+        if fuse and (match := re.fullmatch(r"(blk\.\d+\.attn_)([qkv])(\.\w+)", name)) is not None:
+            parts = joined.setdefault(name := f"{match[1]}qkv{match[3]}", {})
+            parts[match[2]] = weight
+            if len(parts) < 3:
+                continue
+            weight = np.concatenate([parts[letter] for letter in "qkv"])
         is_matrix = weight.ndim > 1 and not key.endswith("bias")
         chosen = (kinds or {}).get(key, kind) if is_matrix else "F32"
         if chosen in ("F32", "F16"):

@@ -66,7 +66,10 @@ def test_blocks_stay_quantised_and_are_exact(kind, wide, tmp_path):
 
 @pytest.mark.parametrize(
     "kind",
-    [*("F32", "F16", "BF16", "Q2_K", "Q3_K", "MXFP4"), *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS")],
+    [
+        *("F32", "F16", "BF16", "Q2_K", "Q3_K", "MXFP4", "TQ1_0", "TQ2_0"),
+        *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"),
+    ],
 )
 def test_other_types_become_floats_exactly(kind, wide, tmp_path):
     path = tmp_path / "a.gguf"
@@ -178,6 +181,29 @@ def test_float_weights_and_sizes_match_the_folder(family, tmp_path):
     ours, theirs = (causal_lm(Checkpoint.open(path).config)[1] for path in (tmp_path / "a.gguf", folder))
     assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps)
     assert replace(ours, rms_norm_eps=theirs.rms_norm_eps) == theirs
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "Q8_0"), *((family, "F32") for family in ("qwen2_moe", "gpt_oss", "gemma4_text", "qwen3_5_text"))],
+)
+def test_queries_keys_and_values_may_be_joined(family, kind, tmp_path):
+    """Rows of a Llama's are interleaved, heads of a Gemma 4 differ by layer, a Qwen3.5 has gates among its queries."""
+    changes = {**FAMILIES[family], **({"num_kv_shared_layers": 0} if family == "gemma4_text" else {})}
+    folder = tiny_checkpoint(tmp_path / "folder", family=family, **changes)
+    opened = []
+    for name, fuse in (("apart", False), ("joined", True)):
+        files.write(folder, tmp_path / f"{name}.gguf", kind, fuse=fuse)
+        opened.append(Checkpoint.open(tmp_path / f"{name}.gguf"))
+    names = [{tensor.name for tensor in gguf.GGUFReader(one.folder).tensors} for one in opened]
+    assert len(names[1]) < len(names[0])
+    apart, joined = opened
+    assert joined.config == apart.config
+    assert sorted(joined.names()) == sorted(apart.names())
+    for key in apart.names():
+        for one, other in zip(jax.tree.leaves(joined.read(key)), jax.tree.leaves(apart.read(key)), strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=key)
+    load_causal_lm(joined, dtype="float32")
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
@@ -562,8 +588,8 @@ BROKEN = {
     "part": (HEADER + struct.pack("<QQ", 0, 1) + string("split.count") + struct.pack("<IH", 2, 3), "one of 3 parts"),
     "tensor beyond the end": (HEADER + struct.pack("<QQ", 1, 0) + TENSOR, "x ends at byte 320, but the file has"),
     "unknown type": (
-        HEADER + struct.pack("<QQ", 1, 0) + string("x") + struct.pack("<IQIQ", 1, 64, 19, 0),
-        "x is of type IQ1_S, which is not supported",
+        HEADER + struct.pack("<QQ", 1, 0) + string("x") + struct.pack("<IQIQ", 1, 64, 9, 0),
+        "x is of type Q8_1, which is not supported",
     ),
     "part of a block": (
         HEADER + struct.pack("<QQ", 1, 0) + string("x") + struct.pack("<IQIQ", 1, 48, 8, 0),

@@ -44,7 +44,8 @@ from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
-BLOCKS += ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "MXFP4")
+BLOCKS += ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS")
+BLOCKS += ("TQ1_0", "TQ2_0", "MXFP4")
 """Types of 32 or 256 values that share scales."""
 
 _VERSIONS = (2, 3)
@@ -249,6 +250,8 @@ class GGUFWeights(SplitGGUF):
         super().__init__(path)
         self._halves: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
         """Second half of a weight whose rows alternate between two tensors."""
+        if self._architecture != "phi3":
+            self._split_attention()
         if self._architecture == "gpt-oss":
             self._join_halves()
         if self._architecture == "qwen3next":
@@ -312,6 +315,24 @@ class GGUFWeights(SplitGGUF):
             axis = len(gate.shape) - 1 if key.endswith("_bias") else 0
             shape = tuple(size * 2 if i == axis else size for i, size in enumerate(gate.shape))
             self._places[joined], self._halves[joined] = (part, gate._replace(shape=shape)), up
+
+    def _split_attention(self) -> None:
+        """Make three weights or biases of the queries', keys' and values' that the converter joined (`--fuse-qkv`)."""
+        for key in [key for key in self._places if re.search(r"\.(qkv_proj|in_proj_qkv)\.\w+$", key)]:
+            layer, kind = re.split(r"\.(?:self|linear)_attn\.\w+\.", key)
+            (part, fused), output = self._places[key], self._places.get(f"{layer}.self_attn.o_proj.weight")
+            if output is None:  # a delta layer, whose projection is one in ours too
+                continue
+            queries = output[1].shape[-1] * (2 if "in_proj_qkv" in key else 1)  # with the gates of a hybrid's outputs
+            if queries >= fused.shape[0]:
+                raise part.fault(f"{key} has {fused.shape[0]} rows, and queries alone {queries}")
+            sizes = {"q": queries, **dict.fromkeys("kv", (fused.shape[0] - queries) // 2)}
+            row, start = (fused.end - fused.start) // fused.shape[0], fused.start
+            del self._places[key]
+            for name, size in sizes.items():
+                end = start + size * row
+                own = GGUFTensor(fused.kind, (size, *fused.shape[1:]), start, end)
+                self._places[f"{layer}.self_attn.{name}_proj.{kind}"], start = (part, own), end
 
     def _split_fused(self) -> None:
         """Make two weights of a Qwen3-Next's projection of b and a, each with half of its rows."""

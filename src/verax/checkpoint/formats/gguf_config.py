@@ -47,6 +47,7 @@ _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -123,7 +124,7 @@ _OWN_LAYER_NAMES = {
         "attn_sinks": "self_attn.sinks",
     },
     **dict.fromkeys((*_GEMMA, "olmo2"), _GEMMA_LAYER_NAMES),
-    "phi3": {**_LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "phi3": {**_LAYER_NAMES, "ffn_up": "mlp.gate_up_proj"},
 }
 _KEYS = {key: name for name, key in _NAMES.items()}
 _LAYER_KEYS = {key: name for name, key in _LAYER_NAMES.items()}
