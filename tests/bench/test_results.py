@@ -39,7 +39,10 @@ def test_a_result_that_was_printed_is_read_like_a_file_of_one(tmp_path):
     assert results.read_results(tmp_path / "a.json") == {"short": result()}
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"sides": {"a": {"seconds": [1]}}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"sides": {"a": {"seconds": [1]}}}', '{"subject": "text"}', '{"subject": "text", "results": []}'],
+)
 def test_a_file_that_is_not_a_result_is_refused(tmp_path, text):
     (tmp_path / "result.json").write_text(text)
     with pytest.raises(InvalidParameterError, match=r"result\.json"):
@@ -185,6 +188,13 @@ def test_the_command_fails_if_a_side_of_ours_is_slower(bench, tmp_path, scale, s
     ended, out, _ = bench("compare", *paths, "--json")
     assert (ended, json.loads(out)["regressions"]) == (status, ["short / verax"] * status)  # and not the baseline's
     assert ("**slower**" in bench("compare", *paths)[1]) == bool(status)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_side_that_finished_nothing_in_both_is_undecided():
+    old = timed()
+    old["short"]["cases"][0]["sides"]["verax"]["rates"] = [0.0] * 10
+    assert verdict_of(old, old) == "undecided"
 
 
 def test_json_has_none_for_a_run_that_finished_nothing(bench, tmp_path):

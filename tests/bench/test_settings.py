@@ -18,6 +18,8 @@ REFUSED = [
     ("quality", ("--text", "nowhere.txt"), "text: nowhere.txt cannot be read"),
     ("quality", ("--text", "one"), "text: it has fewer than two tokens"),
     ("embed", ("--against", "tvm"), "against: expected transformers, openvino"),
+    ("text", ("--shapes", "moe", "--model", "somewhere"), "shapes: random weights stand for a model"),
+    ("embed", ("--shapes", "qwen3", "--model", "somewhere"), "shapes: random weights stand for a model"),
     ("embed", ("--shapes", "gpt"), "shapes: expected one of minilm, modernbert, qwen3, got 'gpt'"),
     ("video", ("--size", "2b"), "size: expected one of 1.3b"),
     ("video", ("--stage", "unet"), "stage: expected transformer, vae, clip, got 'unet'"),

@@ -232,9 +232,10 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InvalidParameterError(f"{path}: not JSON: {error}") from error
-    if not isinstance(read, dict) or "subject" not in read:
+    results = read.get("results", {read.get("name"): read}) if isinstance(read, dict) else None
+    if not isinstance(results, dict) or "subject" not in read or None in results:
         raise InvalidParameterError(f"{path}: not a result of verax bench; expected the JSON that --output wrote")
-    return read["results"] if "results" in read else {read["name"]: read}
+    return results
 
 
 def render(template: Path, folder: Path) -> str:
@@ -366,7 +367,8 @@ def _judged(before: Mapping[str, Any], after: Mapping[str, Any], threshold: floa
     rng = np.random.default_rng(0)  # the same files give the same verdict
     medians = [np.median(rng.choice(np.asarray(runs), (RESAMPLES, len(runs))), axis=1) for runs in (new, old)]
     ends = (1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2
-    low, high = np.quantile(medians[0] / medians[1], ends, method="nearest")  # nothing lies between infinities
+    with np.errstate(invalid="ignore"):  # of two sides that finished nothing the ratio is no number
+        low, high = np.quantile(medians[0] / medians[1], ends, method="nearest")  # nothing lies between infinities
     verdict = "undecided"
     if 2 / math.comb(len(old) + len(new), len(old)) <= 1 - CONFIDENCE:
         if low > 1 + threshold:

