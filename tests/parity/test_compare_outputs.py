@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import sys
+import warnings
 from collections import namedtuple
 
 import jax
@@ -141,6 +142,16 @@ def test_the_first_nan_of_each_side_is_traced_to_its_layer_and_operation():
     ours = Ours(fine)
     ours.body.bias[...] = ours.body.bias[...].at[1].set(jnp.nan)
     assert compare(fine, ours, X).origins["ours"] == ("body", "the weight body.bias")
+
+
+def test_a_model_of_torchscript_has_its_output_compared():
+    fine = Theirs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has deprecated it
+        scripted = torch.jit.script(fine)
+    result = compare(scripted, Ours(fine), X, backward=True)
+    assert result.passed
+    assert result.as_dict()["compared"] == {"outputs": 2, "layers": 0}
 
 
 def test_an_error_in_one_output_of_a_layer_is_located_and_injected():

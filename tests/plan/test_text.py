@@ -249,6 +249,8 @@ def test_an_unknown_device_is_described_by_its_numbers():
         find_device("mychip", memory=48e9)
     with pytest.raises(InvalidParameterError, match="bandwidth: expected more than 0"):
         find_device("h100", bandwidth=-1.0)
+    with pytest.raises(InvalidParameterError, match=r"memory: .* finite"):
+        find_device("h100", memory=float("inf"))
 
 
 def test_this_machine_is_not_measured_where_its_numbers_are_given(monkeypatch):

@@ -67,10 +67,11 @@ def trace_torch(side: Side, *, folder: str | Path | None = None) -> Trace:
 def hook_modules(model: Any, stack: ExitStack, before: Callable[..., None], after: Callable[..., None]) -> None:
     """Call `before(path, module, args, kwargs)` and `after(path, module, args, result)` around each module's call.
 
-    The stack removes the hooks. A model that is not an `nn.Module` has none.
+    The stack removes the hooks. A model that is not an `nn.Module` has none, and modules of TorchScript take none.
     """
-    for path, module in model.named_modules() if isinstance(model, torch().nn.Module) else ():
-        if path:
+    lib = torch()
+    for path, module in model.named_modules() if isinstance(model, lib.nn.Module) else ():
+        if path and not isinstance(module, lib.jit.ScriptModule):
             stack.callback(module.register_forward_pre_hook(partial(before, path), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(partial(after, path)).remove)
 
@@ -85,8 +86,9 @@ def gradients_torch(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[st
     lib, model = torch(), side.model
     parameters = dict(model.named_parameters())
     trained = {name: parameter.requires_grad for name, parameter in parameters.items()}
-    model.requires_grad_(True)
     try:
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
         outputs = _floats(side.run(model, to_torch(side.args), to_torch(side.kwargs)))
         weights = {name: lib.from_numpy(np.asarray(x, np.float32)) for name, x in cotangents.items()}
         total: Any = sum((outputs[name].float() * weight).sum() for name, weight in weights.items())

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verax.errors import InvalidParameterError
+from verax.options import is_real
 
 GB, T = 10**9, 10**12
 
@@ -85,8 +86,8 @@ def find_device(
     """
     given = {"memory": memory, "bandwidth": bandwidth, "flops": flops}
     for what, value in given.items():
-        if value is not None and not value > 0:
-            raise InvalidParameterError(f"{what}: expected more than 0, got {value}")
+        if value is not None and not (is_real(value) and value > 0):
+            raise InvalidParameterError(f"{what}: expected more than 0 and a finite number, got {value}")
     key = re.sub(r"nvidia|geforce|tpu|[^a-z0-9]", "", name.lower())
     known = DEVICES.get(_ALIASES.get(key, key))
     if key == "cpu":

@@ -93,7 +93,8 @@ def text_case(
         require_optional("accelerate")  # transformers' reader of these files needs it
         source = {"pretrained_model_name_or_path": opened.folder.parent, "gguf_file": opened.folder.name}
     architecture, config = causal_lm(opened.config)
-    rows = _rows(opened, config.vocab_size, inputs, tokens or TOKENS, count=2)
+    longest = getattr(config, "max_position_embeddings", None)
+    rows = _rows(opened, config.vocab_size, inputs, tokens or TOKENS, count=2, longest=longest)
     given = (rows.ids,)  # nothing sees padding to its right
 
     def reference(dtype: str) -> Side:
