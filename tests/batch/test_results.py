@@ -135,11 +135,12 @@ def test_a_file_of_other_lines_is_not_taken_for_texts(tmp_path):
     assert read(tmp_path / "in.NDJSON", b'{"text": "x"}') == [InputLine(1, "1", {"text": "x"})]
 
 
-def test_a_row_of_parquet_is_an_object(tmp_path):
+@pytest.mark.parametrize("name", ["in.parquet", "IN.PARQUET"])
+def test_a_row_of_parquet_is_an_object(tmp_path, name):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [{"custom_id": "a", "text": "one", "seed": None}, {"custom_id": "b", "text": "two", "seed": 3}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
-    file = InputFile(tmp_path / "in.parquet", "text")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    file = InputFile(tmp_path / name, "text")
     assert [file.read(line, 1).fields for line in file.lines()] == [{"text": "one"}, {"text": "two", "seed": 3}]
     assert file.size is None
     (first, _) = InputFile(file.path, "text", ("custom_id", "seed")).lines()

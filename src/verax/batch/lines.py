@@ -32,6 +32,11 @@ ROWS = 1024
 _log = logging.getLogger("verax.batch")
 
 
+def is_parquet(path: Path) -> bool:
+    """True for the name of a Parquet file."""
+    return path.suffix.lower() == PARQUET
+
+
 class LineError(msgspec.Struct, frozen=True):
     """Reason why a line has no result.
 
@@ -131,11 +136,11 @@ class InputFile:
     @property
     def size(self) -> int | None:
         """Bytes of the lines; None if they are not known, as for Parquet's rows."""
-        return None if self.path.suffix == PARQUET else self.path.stat().st_size
+        return None if is_parquet(self.path) else self.path.stat().st_size
 
     def lines(self) -> Iterator[bytes]:
         """The lines, each read when it is needed."""
-        with ParquetLines(self.path, self.columns) if self.path.suffix == PARQUET else self.path.open("rb") as file:
+        with ParquetLines(self.path, self.columns) if is_parquet(self.path) else self.path.open("rb") as file:
             yield from file
 
     def read(self, text: bytes, number: int) -> InputLine | LineError:
@@ -163,7 +168,7 @@ class InputFile:
 
 def lines_path(path: Path) -> Path:
     """File of lines that results are appended to: the file of results itself, or one next to a Parquet file."""
-    return path.with_name(f"{path.name}.jsonl") if path.suffix == PARQUET else path
+    return path.with_name(f"{path.name}.jsonl") if is_parquet(path) else path
 
 
 def write_rows(lines: Path, path: Path, schema: Mapping[str, Any], row: Callable[[bytes], dict[str, Any]]) -> None:

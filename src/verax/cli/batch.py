@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from verax.batch.lines import PARQUET, lines_path
+from verax.batch.lines import is_parquet, lines_path
 from verax.batch.results import ResultFile
 from verax.cli import options
 from verax.cli.files import AGAIN, check_input, counted, open_results
@@ -100,7 +100,7 @@ def batch(
                 report=show,
             )
             counts = run.run()
-        if output.suffix == PARQUET and run.complete:
+        if is_parquet(output) and run.complete:
             from verax.batch.requests import write_answers
 
             write_answers(lines_path(output), output)
@@ -117,7 +117,7 @@ def _input(path: Path, output: Path) -> tuple[BinaryIO | ParquetLines, int | Non
         # Not sys.stdin, whose lock the interpreter takes at its end, while a thread may still read.
         return open(0, "rb", closefd=False), None
     check_input(path, output, "--input")
-    if path.suffix == PARQUET:
+    if is_parquet(path):
         from verax.batch.requests import request_lines
 
         return request_lines(path), None

@@ -133,10 +133,10 @@ def _embed_batch(
     retry_errors: bool,
 ) -> None:
     """Append the vectors of a file's texts to the output, but for those that it has already."""
-    from verax.batch.lines import CUSTOM_ID, PARQUET, InputFile, lines_path
+    from verax.batch.lines import CUSTOM_ID, InputFile, is_parquet, lines_path
     from verax.batch.work import LEAST, MOST, VectorLine, Vectors, write_vectors
 
-    if output is None or output.suffix not in (".jsonl", PARQUET):
+    if output is None or not (output.suffix == ".jsonl" or is_parquet(output)):
         got = "none" if output is None else output
         raise typer.BadParameter(f"--output: {got}: expected a name that ends in .jsonl or .parquet with --batch")
     check_input(path, output, "--batch")
@@ -153,7 +153,7 @@ def _embed_batch(
         return f", {speed:,.0f} a second, vectors of {encoder.dimension}{cut}"
 
     good = run_lines("embedding", file, results, vectors, least=LEAST, most=MOST, summary=summary)
-    if output.suffix == PARQUET:
+    if is_parquet(output):
         write_vectors(lines_path(output), output, encoder.dimension)
     if not good:
         raise typer.Exit(1)

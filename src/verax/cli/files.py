@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from verax._optional import require_optional
-from verax.batch.lines import PARQUET, lines_path
+from verax.batch.lines import is_parquet, lines_path
 from verax.batch.results import ResultFile, ResultLine
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile
 
     `retry_errors`: as in `ResultFile.open`.
     """
-    if path.suffix == PARQUET:
+    if is_parquet(path):
         require_optional("pyarrow")
     check_output(path)
     return ResultFile.open(lines_path(path), kind, retry_errors=retry_errors)
