@@ -42,6 +42,13 @@ def test_files_without_an_index_are_joined(tmp_path):
     assert_same(read_all(tmp_path), expected)
 
 
+def test_attributes_that_macos_keeps_next_to_each_file_are_no_weights(tmp_path):
+    write(tmp_path, weights())
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    (tmp_path / "._weights.safetensors").write_bytes(b"\0\5\26\7" + bytes(78))
+    assert_same(read_all(tmp_path), weights())
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_one_file_or_an_index_goes_before_files_by_other_names(shards, tmp_path):
     write(tmp_path, weights(), shards=shards)

@@ -286,7 +286,7 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
     """File of each weight, by key. As in transformers, one file precedes an index, and either precedes other names."""
     if (folder / "model.safetensors").is_file() or (folder / INDEX).is_file():
         return open_stem(folder, "model")
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = sorted(folder.glob("[!.]*.safetensors"))  # macOS puts ._NAME next to each file on other file systems
     if not paths:
         pickled = sorted(path.name for kind in ("bin", "pth", "pt") for path in folder.glob(f"*.{kind}"))
         only = f" ({', '.join(pickled[:3])} cannot be read)" if pickled else ""

@@ -132,7 +132,7 @@ def resolve_video(model: str | Path, *, weights: bool = True) -> Path:
 
 def _only_gguf(folder: Path) -> Path | None:
     """The GGUF file of a folder that has no other weights; None without one."""
-    files = sorted(folder.glob("*.gguf"))
+    files = sorted(folder.glob("[!.]*.gguf"))
     if not files or any(folder.glob("*.safetensors")):
         return None
     from verax.checkpoint.formats.gguf import part_names

@@ -271,11 +271,11 @@ class VideoFolder:
         return part_of(name, config.get("_class_name", PUBLISHED[0]))
 
     def _diffusers_files(self, name: str) -> Mapping[str, TensorFile]:
-        part = self._part(name)
-        files = open_stem(self.path / name, part.stem) or _gguf_files(sorted((self.path / name).glob("*.gguf")), name)
+        part, folder = self._part(name), self.path / name
+        files = open_stem(folder, part.stem) or _gguf_files(sorted(folder.glob("[!.]*.gguf")), name)
         if not files:
             raise CheckpointError(
-                f"{self.path / name}: no weights of the {part.what}: expected {part.stem}.safetensors, "
+                f"{folder}: no weights of the {part.what}: expected {part.stem}.safetensors, "
                 "numbered files of that name, or a GGUF file"
             )
         return files
@@ -332,7 +332,7 @@ class VideoFolder:
 def _of_transformer(folder: Path, suffix: str) -> list[Path]:
     """Files of a folder of the original layout that are not of another part."""
     others = [_TINY_DECODER, *(part.pattern for name, part in PARTS.items() if name not in EXPERTS)]
-    paths = sorted(folder.glob(f"*.{suffix}"))
+    paths = sorted(folder.glob(f"[!.]*.{suffix}"))
     return [path for path in paths if not any(pattern.fullmatch(path.name) for pattern in others)]
 
 
