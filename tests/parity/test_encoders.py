@@ -93,7 +93,7 @@ def save(folder, family, kind="Model", **changes):
     if family == "Qwen3":
         assert qwen_tokenizer(folder, appends_end=True) <= QWEN["vocab_size"]
     else:
-        roberta = family in ("XLMRoberta", "MPNet", "Gte", "JinaEmbeddingsV3")
+        roberta = family in ("XLMRoberta", "MPNet", "Gte", "JinaEmbeddingsV3") and "type_vocab_size" not in changes
         tiny_tokenizer(folder, *((ROBERTA_SPECIAL, ROBERTA_PAIR) if roberta else ()))
     config = getattr(transformers, f"{family}Config")(**{**FAMILIES[family], **changes})
     model = filled(getattr(transformers, f"{family}{kind}")(config))

@@ -25,6 +25,8 @@ FAMILIES = {
     "modernbert": partial(save, family="ModernBert", **HEAD, classifier_pooling="cls", classifier_bias=False),
     "deberta-v2": partial(save, family="DebertaV2", **HEAD, type_vocab_size=2),
     "gte": partial(save, family="Gte", **HEAD),
+    "xlm-roberta-types": partial(save, family="XLMRoberta", **HEAD, type_vocab_size=2),
+    "gte-types": partial(save, family="Gte", **HEAD, type_vocab_size=2),
     "modernbert-mean": partial(save, family="ModernBert", **HEAD, classifier_pooling="mean", classifier_bias=True),
 }
 
@@ -35,7 +37,7 @@ def logits(model, folder, query, max_length=LONGEST):
     inputs = tokenizer(
         [(query, document) for document in DOCUMENTS],
         **dict(padding=True, truncation="longest_first", max_length=max_length, return_tensors="pt"),
-        return_token_type_ids=model.config.model_type in ("bert", "deberta-v2"),
+        return_token_type_ids=getattr(model.config, "type_vocab_size", 0) > 1,
     )
     with torch.no_grad():
         return model(**inputs).logits[:, 0].float()

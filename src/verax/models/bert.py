@@ -132,6 +132,7 @@ class BertEmbeddings(nnx.Module):
 
     def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, types = config.hidden_size, config.type_vocab_size
+        self.types = types
         self.first_position = getattr(config, "first_position", 0)
         rows = self.first_position + config.max_position_embeddings if config.has_position_table else 0
         self.word_embeddings = Embedding(config.vocab_size, D, dtype=dtype, rngs=rngs)
@@ -149,7 +150,9 @@ class BertEmbeddings(nnx.Module):
                 positions = _without_padding(tokens == self.first_position - 1, positions)
             x = x + self.position_embeddings(self.first_position + positions)
         if self.token_type_embeddings is not None:
-            x = x + self.token_type_embeddings(jnp.zeros((1, 1), jnp.int32) if types is None else types)
+            # A tokenizer may know two types where the model has one.
+            given = jnp.zeros((1, 1), jnp.int32) if types is None else jnp.minimum(types, self.types - 1)
+            x = x + self.token_type_embeddings(given)
         return self.LayerNorm(x)
 
 
@@ -465,5 +468,5 @@ class RobertaForSequenceClassification(nnx.Module):
         self.classifier = RobertaClassificationHead(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]) -> Float[Array, "S"]:
-        """Logit of each pair, float32. The arguments are as in `BertModel`, but RoBERTa reads no `types`."""
-        return self.classifier(sentences.first(self.roberta(tokens, sentences)))[:, 0]
+        """Logit of each pair, float32. The arguments are as in `BertModel`."""
+        return self.classifier(sentences.first(self.roberta(tokens, sentences, types)))[:, 0]

@@ -315,15 +315,14 @@ class GteModel(nnx.Module):
         self.encoder = nnx.Dict(layer=nnx.List(layers))
         self.pooler = BertPooler(config, dtype=dtype, rngs=rngs) if has_pooler else None
 
-    def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences) -> Float[Array, "B T D"]:
-        """Final hidden states, float32. The states of a sentence depend on its own tokens only.
-
-        `sentences`: where the sentences lie; of at most `max_position_embeddings` tokens each.
-        """
+    def __call__(
+        self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """Final hidden states, float32. The arguments are as in `BertModel`."""
         config = self.config
         head_dim = config.hidden_size // config.num_attention_heads
         rotary = ops.rotary_tables(sentences.positions, config.rotary, head_dim)
-        x = self.embeddings(tokens, sentences.positions)
+        x = self.embeddings(tokens, sentences.positions, types)
         for layer in self.encoder.layer:
             x = layer(x, rotary, sentences.segments)
         return x
@@ -376,6 +375,6 @@ class GteForSequenceClassification(nnx.Module):
         self.classifier = Linear(config.hidden_size, 1, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]) -> Float[Array, "S"]:
-        """Logit of each pair, float32. The arguments are as in `BertModel`, but GTE's tokens all have type 0."""
+        """Logit of each pair, float32. The arguments are as in `BertModel`."""
         assert self.new.pooler is not None
-        return self.classifier(self.new.pooler(sentences.first(self.new(tokens, sentences))))[:, 0]
+        return self.classifier(self.new.pooler(sentences.first(self.new(tokens, sentences, types))))[:, 0]
