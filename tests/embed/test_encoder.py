@@ -41,6 +41,7 @@ def test_a_string_gives_a_vector_and_a_list_an_array(encoder):
     assert one.dtype == many.dtype == np.float32
     assert encoder.dimension == 48
     assert encoder.encode("the cat sat", precision="binary").shape == (6,)
+    assert encoder.encode([], precision="binary").shape == (0, 6)
     assert encoder.encode("the cat sat", precision="int8", ranges=[[-1.0] * 48, [1.0] * 48]).dtype == np.int8
     np.testing.assert_array_equal(one, many[0])
     np.testing.assert_allclose(np.linalg.norm(one), 1, atol=1e-6)
@@ -135,6 +136,7 @@ def random_tokens(shortest, longest, *, count):
     [
         (lambda e: e.encode(3), "sentences: expected a text or texts, got 3"),
         (lambda e: e.encode(b"cat"), "sentences: expected a text or texts"),
+        (lambda e: e.encode({"a": "cat"}), "sentences: expected a text or texts, got {'a': 'cat'}"),
         (lambda e: e.tokenize("a cat"), "sentences: expected a list of texts, got the text 'a cat'"),
         (lambda e: e.encode_tokens([5, 6]), "token_ids: expected a list of tokens for each sentence, got 5 at 0"),
         (lambda e: e.encode(["cat", None]), "sentences: expected texts, got None at 1"),

@@ -40,6 +40,7 @@ def test_scores_are_in_the_order_of_the_documents_and_depend_on_no_batch(reranke
     again = reranker.score(QUERY, [DOCUMENTS[i] for i in order], batch_size=3)
     np.testing.assert_allclose(again, scores[order], atol=2e-6)
     assert reranker.score(QUERY, []).shape == (0,)
+    assert reranker.rank(QUERY, []) == []
 
 
 def test_a_ranking_has_the_best_documents_first(reranker, scores):

@@ -8,7 +8,7 @@ import abc
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -295,7 +295,8 @@ def check_texts(texts: Any, name: str) -> list[str]:
     """Texts as a list, if they are texts; `name` is the argument's, for messages."""
     if isinstance(texts, str):  # whose characters would each be one
         raise InvalidParameterError(f"{name}: expected a list of texts, got the text {texts!r}")
-    if isinstance(texts, bytes) or not isinstance(texts, Iterable):
+    # Of a mapping, the keys would be read.
+    if isinstance(texts, bytes | Mapping) or not isinstance(texts, Iterable):
         raise InvalidParameterError(f"{name}: expected a text or texts, got {texts!r}")
     checked = list(texts)
     for number, text in enumerate(checked):

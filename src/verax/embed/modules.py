@@ -85,7 +85,7 @@ def cut(vectors: Float32[np.ndarray, "n D"], dimensions: int, normalize: bool = 
 
 def check_finite(results: Float32[np.ndarray, "n ..."]) -> None:
     """Raise for the first text whose numbers are not finite. Whoever stores vectors would not notice."""
-    if not (finite := np.isfinite(results).reshape(len(results), -1).all(axis=1)).all():
+    if not (finite := np.isfinite(results).all(axis=tuple(range(1, results.ndim)))).all():
         raise CheckpointError(f"the model gave no finite numbers for text {finite.argmin()}; check its weights")
 
 
