@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from tests.support.tiny import tiny_checkpoint
@@ -13,10 +14,12 @@ from tests.support.tiny_encoder import (
     random_weights,
     sentence_files,
     tiny_encoder,
+    tiny_reranker,
     tiny_tokenizer,
 )
-from verax import Encoder, checkpoint
+from verax import Encoder, Reranker, checkpoint
 from verax.embed.buckets import PackedBuckets, Tokens
+from verax.embed.token_encoder import TokenEncoder
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models import masked_lm
 
@@ -60,6 +63,21 @@ def test_order_is_kept_and_no_vector_depends_on_its_batch(encoder):
     shuffled = np.random.default_rng(0).permutation(70)
     again = encoder.encode([SENTENCES[i] for i in shuffled], batch_size=20)
     np.testing.assert_allclose(again, vectors[shuffled], atol=2e-6)
+
+
+@pytest.mark.parametrize("model", [Encoder, TokenEncoder, Reranker])
+def test_a_text_without_finite_numbers_leaves_the_others_of_its_call_alone(model, tmp_path):
+    whole, damaged = ((tiny_reranker if model is Reranker else tiny_encoder)(tmp_path / name) for name in "ab")
+    weights = load_file(damaged / "model.safetensors")
+    (key,) = (key for key in weights if key.endswith("word_embeddings.weight"))
+    weights[key][Tokenizer.from_file(str(damaged / "tokenizer.json")).token_to_id("fox")] = np.nan
+    save_file(weights, damaged / "model.safetensors")
+    texts = ["the cat sat", "a fox", "the mat under a house"]
+    call = (lambda m: m.score("a dog", texts)) if model is Reranker else lambda m: m.encode(texts)
+    expected, got = (call(model(folder)) for folder in (whole, damaged))
+    assert np.isnan(got[1]).all()
+    for i in (0, 2):
+        np.testing.assert_allclose(got[i], expected[i], atol=2e-6)
 
 
 def test_sentences_in_rows_of_their_own_do_not_depend_on_their_batch_either(tmp_path):

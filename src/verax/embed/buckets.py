@@ -213,6 +213,18 @@ def _write(job: Job, row: int, begin: int, text: Tokens) -> None:
         job.types[row, begin:end] = text.types
 
 
+def _alone(job: Job) -> Iterator[Job]:
+    """Each text of a call in a call of its own, of the same shape."""
+    rows, size = job.tokens.shape
+    begins = np.cumsum(job.lengths) - job.lengths if rows == 1 else np.zeros_like(job.lengths)
+    for place, (index, begin, length) in enumerate(zip(job.members, begins, job.lengths, strict=False)):
+        at = min(place, rows - 1), slice(begin, begin + length)
+        text = Tokens(job.tokens[at].tolist(), job.types[at].tolist())
+        one = _job(rows, size, len(job.lengths), [(index, text)])
+        _write(one, 0, 0, text)
+        yield one
+
+
 IN_FLIGHT = 2
 """Calls that the device has before the oldest result is read: one runs, one waits."""
 
@@ -255,6 +267,8 @@ def run_jobs(
 ) -> None:
     """Run calls and write their results. While the device works on the calls that it has, the host makes the next.
 
+    Texts of a call whose results are not all finite get another call each.
+
     Args:
         dispatch: function that begins a call and returns its result.
         write: function that takes a call and its result on the host, whose memory is free again afterwards.
@@ -268,7 +282,12 @@ def run_jobs(
 
         def collect() -> int:
             job, result = pending.popleft()
-            write(job, np.asarray(result))
+            if len(job.members) > 1 and not np.isfinite(result).all():
+                # Attention multiplies what a token does not see by 0, and 0 times NaN is NaN: one text's reach others.
+                for one in _alone(job):
+                    write(one, np.asarray(dispatch(one)))
+            else:
+                write(job, np.asarray(result))
             rate = (done + len(job.members)) / (time.perf_counter() - begin)
             report(done + len(job.members), count, f"{rate:,.0f} {unit}/s")
             return len(job.members)
