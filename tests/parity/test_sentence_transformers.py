@@ -213,6 +213,30 @@ def test_a_cross_encoder_has_its_activation_and_prompt(activation, tmp_path):
         assert np.abs(plain - expected).max() > 1e-3
 
 
+HEAD = [
+    lambda: Pooling(D, "cls"),
+    lambda: Dense(D, 32, activation_function=torch.nn.GELU()),
+    lambda: LayerNorm(32),
+    lambda: Dense(32, 1, activation_function=torch.nn.Identity(), module_output_name="scores"),
+]
+
+
+@pytest.mark.parametrize("family", ["Bert", "ModernBert"])
+def test_an_encoder_with_modules_is_a_cross_encoder(family, tmp_path):
+    save(tmp_path / "base", family)
+    modules = [Transformer(str(tmp_path / "base")), *(make() for make in HEAD)]
+    model = CrossEncoder(modules=modules, activation_fn=torch.nn.Identity(), prompts={"query": PROMPT})
+    model.save_pretrained(str(tmp_path))
+    expected = model.predict([("who sat", sentence) for sentence in SENTENCES], prompt_name="query")
+    assert expected.std() > 0.01
+    got = Reranker(tmp_path).score("who sat", SENTENCES, prompt_name="query")
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    path = tmp_path / "4_Dense" / "config.json"
+    path.write_text(path.read_text().replace('"scores"', "null"))
+    with pytest.raises(UnsupportedModelError, match="no module makes scores"):
+        Reranker(tmp_path)
+
+
 CHAT = """{%- macro text(role, default) -%}
 {%- for message in messages if message.role == role -%}
 {{ message.content if message.content is string else message.content[0].text }}

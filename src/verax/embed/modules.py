@@ -28,7 +28,7 @@ from verax.loading import load_model
 from verax.models.bert import ACTIVATIONS
 from verax.nn import LayerNorm, Linear, Sentences
 
-TOKENS, SENTENCE = "token_embeddings", "sentence_embedding"
+TOKENS, SENTENCE, SCORES = "token_embeddings", "sentence_embedding", "scores"
 
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -288,10 +288,11 @@ def open_folder(model: str | Path, revision: str | None) -> tuple[Path, Checkpoi
 class Modules(nnx.Module):
     """The modules after a transformer, which make a vector of each sentence.
 
-    `pooling`: names of the poolings, with `+` between several.
+    `pooling`: names of the poolings, with `+` between several. `output`: name of the value that is the vector.
     """
 
-    def __init__(self, steps: Sequence[tuple[str, str, nnx.Module]], width: int):
+    def __init__(self, steps: Sequence[tuple[str, str, nnx.Module]], width: int, output: str = SENTENCE):
+        self.output = output
         self.names = tuple((source, target) for source, target, _ in steps)
         self.steps = nnx.List([module for *_, module in steps])
         self.width = width
@@ -309,15 +310,22 @@ class Modules(nnx.Module):
         values = {TOKENS: hidden}
         for (source, target), step in zip(self.names, self.steps, strict=True):
             values[target] = step(values[source], sentences, skipped)
-        return values[SENTENCE].astype(jnp.float32)
+        return values[self.output].astype(jnp.float32)
 
 
 def load_modules(
-    folder: Path, width: int, *, pooling: str | None = None, default: str = "mean", dtype: DTypeLike
+    folder: Path,
+    width: int,
+    *,
+    pooling: str | None = None,
+    default: str = "mean",
+    output: str = SENTENCE,
+    dtype: DTypeLike,
 ) -> Modules:
     """Load the modules after a folder's transformer, and check that they fit each other.
 
     `pooling`: one of `POOLINGS`, in the place of the files' one. `default`: pooling of a folder without a modules.json.
+    `output`: the value that they make, `SENTENCE` or `SCORES`.
     """
     if pooling is not None and pooling not in POOLINGS:
         raise InvalidParameterError(f"pooling: expected one of {', '.join(POOLINGS)}, got {pooling!r}")
@@ -351,14 +359,13 @@ def load_modules(
                 )
         steps.append((source, target, module))
         widths[target] = made
-    if SENTENCE not in widths:
-        raise UnsupportedModelError(
-            f"{folder / 'modules.json'}: no module makes a {SENTENCE}; output='tokens' gives a vector for each token"
-        )
+    if output not in widths:
+        hint = f"a {output}; output='tokens' gives a vector for each token" if output == SENTENCE else output
+        raise UnsupportedModelError(f"{folder / 'modules.json'}: no module makes {hint}")
     source, target, last = steps[-1]
     if isinstance(last, Normalize) and source == target == SENTENCE:
         steps.pop()  # whoever asks for vectors says whether they are normalised
-    return Modules(steps, widths[SENTENCE])
+    return Modules(steps, widths[output], output)
 
 
 def load_token_modules(folder: Path, width: int, *, dtype: DTypeLike) -> tuple[list[nnx.Module], int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
@@ -27,12 +28,20 @@ from verax.embed.buckets import (
     run_jobs,
     tokens_per_call,
 )
-from verax.embed.modules import activation_function, check_finite, list_modules, open_folder
+from verax.embed.modules import (
+    SCORES,
+    Modules,
+    activation_function,
+    check_finite,
+    list_modules,
+    load_modules,
+    open_folder,
+)
 from verax.embed.settings import Prompts, read_max_length, read_model_file, read_transformer_file
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.fields import Count, Size, file_of, read_value
 from verax.files import JsonObject, read_json
-from verax.models import causal_lm, cross_encoder, hidden_states
+from verax.models import causal_lm, cross_encoder, encoder, hidden_states, is_causal
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
@@ -58,12 +67,23 @@ def scorer_of(
     max_length: int | None,
     model_file: JsonObject,
     score_file: JsonObject | None,
+    *,
+    pools: bool = False,
 ) -> tuple[CrossEncoder | LogitScore | YesOrNo, type[Any], Any]:
     """Scorer of a checkpoint, and its model's class and configuration.
 
     `max_length`: tokens that are read of a pair; the checkpoint's limit if None. `model_file`: content of
-    config_sentence_transformers.json. `score_file`: config.json of the module `LogitScore`, if there is one.
+    config_sentence_transformers.json. `score_file`: config.json of the module `LogitScore`, if there is one. `pools`:
+    True for an encoder with modules that make the scores.
     """
+    if pools:
+        model_class, config = encoder(opened.config)
+        if not getattr(model_class, "takes_packed_sentences", True):
+            raise UnsupportedModelError(
+                f"{file_of(opened.config)}: {model_class.__name__} is not supported in rerankers"
+            )
+        limits = config.max_position_embeddings, max_length
+        return PooledCrossEncoder(opened, tokenizer, *limits, model_file), model_class, config
     names = read_value(opened.config, "architectures", tuple[str, ...], ())
     generates = any(name.endswith("ForCausalLM") for name in names)
     if not generates and not any(name.endswith("ForSequenceClassification") for name in names):
@@ -99,11 +119,12 @@ class CrossEncoder:
     """A classifier of one label reads both texts; its logit goes through an activation function."""
 
     takes_instruction = False
+    _task = "sequence-classification"
 
     def __init__(
         self, opened: Checkpoint, tokenizer: Tokenizer, positions: int, max_length: int | None, model_file: JsonObject
     ):
-        tokens = read_transformer_file(opened.folder, "sequence-classification")
+        tokens = read_transformer_file(opened.folder, self._task)
         self.max_length = read_max_length(opened.folder, positions, max_length, tokens)
         lower_case = read_value(tokens, "do_lower_case", bool, False)
         self._tokenizer = tokenizer.with_lower_case() if lower_case else tokenizer
@@ -121,6 +142,26 @@ class CrossEncoder:
     ) -> Float[Array, "S"]:
         """Activation of each pair's logit."""
         return self._activation(model(tokens, sentences, types))
+
+
+class PooledCrossEncoder(CrossEncoder):
+    """An encoder reads both texts; the modules after it, a pooling and layers, make a logit of its states.
+
+    sentence-transformers saves cross-encoders in this form that were not made of a classifier, such as Ettin's.
+    """
+
+    _task = "feature-extraction"
+
+    def __init__(self, opened: Checkpoint, *arguments: Any):
+        super().__init__(opened, *arguments)
+        self._causal = is_causal(opened.config)
+
+    def scores(
+        self, model: tuple[Any, Modules], tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]
+    ) -> Float[Array, "S"]:
+        """Activation of each pair's logit."""
+        hidden = hidden_states(model[0], tokens, sentences, types, causal=self._causal)
+        return self._activation(model[1](hidden, sentences, jnp.int32(0))[:, 0])
 
 
 class LogitScore:
@@ -303,8 +344,8 @@ def ranked(
 class Reranker:
     """Pairs of a query and a document to scores: weights on the device, a program for each bucket of lengths.
 
-    It takes cross-encoders of one label (BERT, RoBERTa, XLM-RoBERTa, ModernBERT, GTE, DeBERTa), Qwen3-Reranker, and
-    language models with sentence-transformers' `LogitScore`.
+    It takes cross-encoders of one label (BERT, RoBERTa, XLM-RoBERTa, ModernBERT, GTE, DeBERTa), encoders with
+    sentence-transformers' modules that make a score, language models with its `LogitScore`, and Qwen3-Reranker.
     What else is in the batch does not change a score beyond rounding.
 
     Examples:
@@ -343,19 +384,28 @@ class Reranker:
         folder, opened = open_folder(model, revision)
         entries = list_modules(folder)[1:]
         kinds = [entry.kind for entry in entries]
-        if kinds not in ([], ["LogitScore"]):
+        pools = "Pooling" in kinds and not {"LogitScore", "SpladePooling"}.intersection(kinds)
+        if not pools and kinds not in ([], ["LogitScore"]):
             raise UnsupportedModelError(
                 f"{folder / 'modules.json'}: a reranker with {', '.join(kinds)} is not supported"
             )
-        score_file = read_json(entries[0].folder / "config.json") if entries else None
+        score_file = read_json(entries[0].folder / "config.json") if kinds == ["LogitScore"] else None
         model_file = read_model_file(folder, "CrossEncoder")
         self._prompts = Prompts.from_file(model_file)
         tokenizer = Tokenizer.from_folder(opened.folder, rows=read_value(opened.config, "vocab_size", Size, None))
-        self._scorer, model_class, self.model_config = scorer_of(opened, tokenizer, max_length, model_file, score_file)
+        files = model_file, score_file
+        self._scorer, model_class, self.model_config = scorer_of(opened, tokenizer, max_length, *files, pools=pools)
         given = dtype, quantization, self.max_length
         loaded = load_for_calls(
-            opened, model_class, self.model_config, *given, keep_head=True, show_progress=show_progress
+            opened, model_class, self.model_config, *given, keep_head=not pools, show_progress=show_progress
         )
+        if pools:
+            width, weights = self.model_config.hidden_size, models.DTYPES[dtype]
+            modules = load_modules(folder, width, output=SCORES, dtype=weights)
+            if modules.width != 1 or not modules.include_prompt:
+                what = f"{modules.width} scores" if modules.width != 1 else "include_prompt false"
+                raise UnsupportedModelError(f"{folder}: a reranker with {what} is not supported")
+            loaded = loaded, modules
         scores = self._scorer.scores
 
         def score(

@@ -288,7 +288,12 @@ def encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
 
 
 def hidden_states(
-    model: Any, tokens: Int[Array, "B T"], sentences: Sentences, *, causal: bool = True
+    model: Any,
+    tokens: Int[Array, "B T"],
+    sentences: Sentences,
+    types: Int[Array, "B T"] | None = None,
+    *,
+    causal: bool = True,
 ) -> Float[Array, "B T D"]:
     """Final hidden states of sentences; states of padding mean nothing.
 
@@ -296,6 +301,7 @@ def hidden_states(
         model: an instance of a class that `encoder` gives.
         tokens: token ids.
         sentences: where the sentences lie. They may be packed unless the model's `takes_packed_sentences` is False.
+        types: token types of pairs, for encoders that have them; all 0 if None.
         causal: False for a language model whose tokens see those after them, see `is_causal`.
     """
     if isinstance(model, lam.LamModel):
@@ -303,7 +309,7 @@ def hidden_states(
     if isinstance(model, CausalLM):
         attend = causal_attention(model.dtype, sentences.segments, causal=causal)
         return final_hidden_states(model, tokens, sentences.positions, attend, run_from_zeros(sentences.cu_seqlens))
-    return model(tokens, sentences)
+    return model(tokens, sentences, types)
 
 
 def cross_encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:

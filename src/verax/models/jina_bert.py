@@ -162,12 +162,11 @@ class JinaBertModel(nnx.Module):
         layers = [JinaBertLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
         self.encoder = nnx.Dict(layer=nnx.List(layers))
 
-    def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences) -> Float[Array, "B T D"]:
-        """Final hidden states, float32. The states of a sentence depend on its own tokens only.
-
-        `sentences`: where the sentences lie; of at most `max_position_embeddings` tokens each.
-        """
-        x = self.embeddings(tokens, sentences.positions)
+    def __call__(
+        self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """Final hidden states, float32. The arguments are as in `BertModel`."""
+        x = self.embeddings(tokens, sentences.positions, types)
         for layer in self.encoder.layer:
             x = layer(x, sentences.segments)
         return x

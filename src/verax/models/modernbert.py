@@ -196,11 +196,10 @@ class ModernBertModel(nnx.Module):
         )
         self.final_norm = _norm(config, dtype)
 
-    def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences) -> Float[Array, "B T D"]:
-        """Final hidden states, float32. The states of a sentence depend on its own tokens only.
-
-        `sentences`: where the sentences lie; of at most `max_position_embeddings` tokens each.
-        """
+    def __call__(
+        self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """Final hidden states, float32. The arguments are as in `BertModel`, but ModernBERT reads no `types`."""
         config = self.config
         head_dim = config.hidden_size // config.num_attention_heads
         rotary = ops.rotary_tables(sentences.positions, config.rotary, head_dim)
