@@ -91,7 +91,7 @@ def test_old_files_name_the_activation_function(changed, scores):
         (dict(id2label={"0": "no", "1": "yes"}), "a classifier of 2 labels ranks nothing"),
         (dict(id2label=None), "a classifier of 2 labels"),  # transformers' default
         (dict(architectures=["BertForMaskedLM"]), "architectures BertForMaskedLM: no reranker"),
-        (dict(model_type="electra"), "model_type 'electra'; cross-encoders supported are bert"),
+        (dict(model_type="albert"), "model_type 'albert'; cross-encoders supported are bert"),
         (
             dict(sentence_transformers={"activation_fn": "os.system"}),
             r"activation function 'os\.system' is not supported; torch\.nn's Identity",

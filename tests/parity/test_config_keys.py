@@ -14,7 +14,7 @@ from verax.models.umt5 import UMT5Config
 DECODERS = ("Qwen2", "Qwen3", "Llama", "Mistral", "Qwen3Moe", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")
 DECODERS += ("Gemma2", "Gemma3Text", "Qwen2Moe", "Phi3", "SmolLM3", "Olmo2", "Olmo3", "Granite", "GraniteMoeHybrid")
 DECODERS += ("Ministral", "Ministral3", "GptOss", "Gemma4Text", "Gemma4UnifiedText", "Qwen3VLText")
-ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert", "DebertaV2", "Gte")
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert", "DebertaV2", "Gte", "Electra", "Camembert")
 VECTORS_ONLY = ("MPNet", "DistilBert", "NomicBert", "JinaEmbeddingsV3")
 """Encoders without a cross-encoder."""
 
@@ -30,7 +30,7 @@ WITHOUT_EFFECT = {
     "sparse_pred_ignore_index", "sparse_prediction", "add_cross_attention", "is_encoder_decoder",
     "decoder_start_token_id", "num_decoder_layers", "scale_decoder_outputs", "projection_dim", "embd_pdrop",
     "resid_pdrop", "pooler_dropout", "cls_dropout", "legacy", "sinusoidal_pos_embds", "dropout", "qa_dropout",
-    "seq_classif_dropout",
+    "seq_classif_dropout", "summary_activation", "summary_last_dropout", "summary_type", "summary_use_proj",
 }
 FOLLOWS = {
     "_sliding_window_pattern": "layer_types", "dense_act_fn": "feed_forward_proj", "is_gated_act": "feed_forward_proj",

@@ -67,6 +67,8 @@ FAMILIES = {
     "Qwen3": dict(QWEN, tie_word_embeddings=False),
     "DebertaV2": dict(DEBERTA, **V3),
     "MPNet": dict(PLAIN, max_position_embeddings=300),
+    "Electra": dict(SIZES, embedding_size=32, max_position_embeddings=300),
+    "Camembert": dict(SIZES, type_vocab_size=1, max_position_embeddings=302),
     "DistilBert": dict(vocab_size=60, dim=48, hidden_dim=80, n_layers=3, n_heads=4, max_position_embeddings=300),
     "NomicBert": PLAIN,
     "Gte": PLAIN,
@@ -93,7 +95,10 @@ def save(folder, family, kind="Model", **changes):
     if family == "Qwen3":
         assert qwen_tokenizer(folder, appends_end=True) <= QWEN["vocab_size"]
     else:
-        roberta = family in ("XLMRoberta", "MPNet", "Gte", "JinaEmbeddingsV3") and "type_vocab_size" not in changes
+        roberta = (
+            family in ("XLMRoberta", "Camembert", "MPNet", "Gte", "JinaEmbeddingsV3")
+            and "type_vocab_size" not in changes
+        )
         tiny_tokenizer(folder, *((ROBERTA_SPECIAL, ROBERTA_PAIR) if roberta else ()))
     config = getattr(transformers, f"{family}Config")(**{**FAMILIES[family], **changes})
     model = filled(getattr(transformers, f"{family}{kind}")(config))

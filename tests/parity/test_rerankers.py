@@ -24,6 +24,8 @@ FAMILIES = {
     "xlm-roberta": partial(save, family="XLMRoberta", **HEAD),
     "modernbert": partial(save, family="ModernBert", **HEAD, classifier_pooling="cls", classifier_bias=False),
     "deberta-v2": partial(save, family="DebertaV2", **HEAD, type_vocab_size=2),
+    "camembert": partial(save, family="Camembert", **HEAD),
+    "electra": partial(save, family="Electra", **HEAD),
     "gte": partial(save, family="Gte", **HEAD),
     "xlm-roberta-types": partial(save, family="XLMRoberta", **HEAD, type_vocab_size=2),
     "gte-types": partial(save, family="Gte", **HEAD, type_vocab_size=2),

@@ -105,7 +105,8 @@ _CAUSAL_LM: dict[str, tuple[type[Any], type[Any]]] = {
 }
 
 _ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), (bert.BertModel, bert.BertConfig)),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), (bert.BertModel, bert.BertConfig)),
+    "electra": (bert.ElectraModel, bert.BertConfig),
     "deberta-v2": (deberta.DebertaModel, deberta.DebertaConfig),
     "mpnet": (bert.MPNetModel, bert.BertConfig),
     "distilbert": (bert.DistilBertModel, bert.BertConfig),
@@ -122,14 +123,15 @@ _BY_POSITIONS = {("bert", "alibi"): "jina_bert", ("xlm-roberta", "rotary"): "jin
 
 _CROSS_ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
     "bert": (bert.BertForSequenceClassification, bert.BertConfig),
-    **dict.fromkeys(("roberta", "xlm-roberta"), (bert.RobertaForSequenceClassification, bert.BertConfig)),
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), (bert.RobertaForSequenceClassification, bert.BertConfig)),
+    "electra": (bert.ElectraForSequenceClassification, bert.BertConfig),
     "modernbert": (modernbert.ModernBertForSequenceClassification, modernbert.ModernBertConfig),
     "deberta-v2": (deberta.DebertaForSequenceClassification, deberta.DebertaConfig),
     **dict.fromkeys(("gte", "new"), (rotary_bert.GteForSequenceClassification, rotary_bert.GteConfig)),
 }
 
 _MASKED_LMS: dict[str, tuple[type[Any], type[Any]]] = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), (bert.BertForMaskedLM, bert.BertConfig)),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), (bert.BertForMaskedLM, bert.BertConfig)),
     "mpnet": (bert.MPNetForMaskedLM, bert.BertConfig),
     "distilbert": (bert.DistilBertForMaskedLM, bert.BertConfig),
 }

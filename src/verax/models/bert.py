@@ -1,10 +1,10 @@
 """BERT's encoder (Devlin et al., 2018, arXiv:1810.04805): the model of MiniLM, BGE, E5, GTE and most sentence encoders.
 
-RoBERTa (arXiv:1907.11692) and XLM-RoBERTa (arXiv:1911.02116) differ in their table of positions, and in the head of
-their cross-encoders; MPNet (arXiv:2004.09297) in a bias of its scores by relative positions; DistilBERT
-(arXiv:1910.01108) in names alone. Follows transformers' `BertModel`, `XLMRobertaModel`, `MPNetModel` and
-`DistilBertModel`; module paths are BERT's keys. The pooler is loaded where a classifier stands on it; sentence encoders
-do not use it.
+RoBERTa (arXiv:1907.11692), XLM-RoBERTa (arXiv:1911.02116) and CamemBERT (arXiv:1911.03894) differ in their table of
+positions, and in the head of their cross-encoders; ELECTRA (arXiv:2003.10555) in that head, and in embeddings of their
+own size; MPNet (arXiv:2004.09297) in a bias of its scores by relative positions; DistilBERT (arXiv:1910.01108) in names
+alone. Follows transformers' `BertModel`, `XLMRobertaModel`, `ElectraModel`, `MPNetModel` and `DistilBertModel`; module
+paths are BERT's keys. The pooler is loaded where a classifier stands on it; sentence encoders do not use it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ __all__ = [
     "BertModel",
     "DistilBertForMaskedLM",
     "DistilBertModel",
+    "ElectraForSequenceClassification",
+    "ElectraModel",
     "MPNetForMaskedLM",
     "MPNetModel",
     "RobertaForSequenceClassification",
@@ -72,6 +74,8 @@ class BertConfig:
     type_vocab_size: Count = 2
     first_position: Count = 0
     """Row of the first token's position in the table: in RoBERTa that after the padding token's, which has its id."""
+    embedding_size: Count = 0
+    """Numbers in an embedding of ELECTRA, where that is another size; 0 for `hidden_size`."""
     relative_attention_num_buckets: Count = 0
     """Rows of MPNet's table of relative positions, whose numbers are added to the scores; 0 without such a table."""
 
@@ -80,7 +84,7 @@ class BertConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> BertConfig:
-        """Read a config.json of `model_type` bert, roberta, xlm-roberta, mpnet or distilbert."""
+        """Read a config.json of `model_type` bert, roberta, xlm-roberta, camembert, electra, mpnet or distilbert."""
         family = read_value(config, "model_type", str, "bert")
         positions = config.get("position_embedding_type") or "absolute"
         decoder = read_value(config, "is_decoder", bool, False)
@@ -104,8 +108,11 @@ class BertConfig:
                     f"{file_of(config)}: relative_attention_num_buckets {buckets} is not supported; {_MPNET_BUCKETS} is"
                 )
             read = replace(_roberta(read, 2), relative_attention_num_buckets=buckets, type_vocab_size=0)
-        elif family in ("roberta", "xlm-roberta"):
+        elif family in ("roberta", "xlm-roberta", "camembert"):
             read = _roberta(read, read_value(config, "pad_token_id", Count, 1) + 1)
+        elif family == "electra":
+            size = read_value(config, "embedding_size", Size, 128)
+            read = replace(read, embedding_size=0 if size == read.hidden_size else size)
         return read
 
 
@@ -131,7 +138,7 @@ class BertEmbeddings(nnx.Module):
     """Word, position and token-type embeddings, summed and normalised. Families of BERT may lack the last two."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        D, types = config.hidden_size, config.type_vocab_size
+        D, types = getattr(config, "embedding_size", 0) or config.hidden_size, config.type_vocab_size
         self.types = types
         self.first_position = getattr(config, "first_position", 0)
         rows = self.first_position + config.max_position_embeddings if config.has_position_table else 0
@@ -287,6 +294,8 @@ class BertModel(nnx.Module):
     def __init__(self, config: BertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs, has_pooler: bool = False):
         self.config = config
         self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
+        if size := config.embedding_size:
+            self.embeddings_project = Linear(size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
         layers = [BertLayer(config, BertSelfAttention, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
         parts: dict[str, Any] = {"layer": nnx.List(layers)}
         if buckets := config.relative_attention_num_buckets:
@@ -303,6 +312,8 @@ class BertModel(nnx.Module):
         and 1 for the texts of a pair; all 0 if None.
         """
         x = self.embeddings(tokens, sentences.positions, types)
+        if self.config.embedding_size:
+            x = self.embeddings_project(x)
         bias = sentences.hidden_bias()
         if buckets := self.config.relative_attention_num_buckets:
             # Tokens of a sentence lie next to each other, so that a distance in the row is one in the sentence.
@@ -312,6 +323,16 @@ class BertModel(nnx.Module):
         for layer in self.encoder.layer:
             x = layer(x, sentences.segments, bias)
         return x
+
+
+class ElectraModel(BertModel):
+    """ELECTRA's encoder, from tokens to hidden states."""
+
+    ignored_weights = (r"^(discriminator|generator)_", r"position_ids$")
+    """Patterns of keys that are not loaded: heads of pre-training, a constant of old checkpoints."""
+
+    key_aliases = ((r"^", "electra."),)
+    """Keys of the same weights in checkpoints with a head."""
 
 
 _LAYER = r"^encoder\.layer\.(\d+)\."
@@ -448,12 +469,13 @@ class BertForSequenceClassification(nnx.Module):
 class RobertaClassificationHead(nnx.Module):
     """Two layers on the first token's state."""
 
-    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: BertConfig, activation: Callable[[Array], Array], *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.activation = activation
         self.dense = Linear(config.hidden_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
         self.out_proj = Linear(config.hidden_size, 1, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, first: Float[Array, "S D"]) -> Float[Array, "S 1"]:
-        return self.out_proj(jnp.tanh(self.dense(first)))
+        return self.out_proj(self.activation(self.dense(first)))
 
 
 class RobertaForSequenceClassification(nnx.Module):
@@ -462,11 +484,25 @@ class RobertaForSequenceClassification(nnx.Module):
     ignored_weights = (r"position_ids$", r"^roberta\.pooler\.")
     """Patterns of keys that are not loaded: a constant of old checkpoints, and a pooler that the head does not use."""
 
+    key_aliases: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Other keys of the same weights."""
+
+    activation: ClassVar[Any] = staticmethod(jnp.tanh)
+
     def __init__(self, config: BertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.roberta = BertModel(config, dtype=dtype, rngs=rngs)
-        self.classifier = RobertaClassificationHead(config, dtype=dtype, rngs=rngs)
+        self.classifier = RobertaClassificationHead(config, self.activation, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]) -> Float[Array, "S"]:
         """Logit of each pair, float32. The arguments are as in `BertModel`."""
         return self.classifier(sentences.first(self.roberta(tokens, sentences, types)))[:, 0]
+
+
+class ElectraForSequenceClassification(RobertaForSequenceClassification):
+    """A cross-encoder of ELECTRA: one logit for a pair of texts."""
+
+    key_aliases = ((r"^roberta\.", "electra."),)
+    """ELECTRA's names of the weights."""
+
+    activation = staticmethod(ops.gelu)

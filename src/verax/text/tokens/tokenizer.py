@@ -360,7 +360,7 @@ _BERT_NORMALIZED = (*_BERT, "DistilBertTokenizer", "MPNetTokenizer")
 _ENDED = ("LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast")
 """Classes that read `add_eos_token` up to transformers 4."""
 
-_CLASS_OF = {**dict.fromkeys(("bert", "distilbert", "nomic_bert"), _BERT[0]), "mpnet": "MPNetTokenizer"}
+_CLASS_OF = {**dict.fromkeys(("bert", "distilbert", "nomic_bert", "electra"), _BERT[0]), "mpnet": "MPNetTokenizer"}
 """Class of models whose files name none, by their `model_type`."""
 
 _UNCHANGED = ("modernbert", "mistral", "ministral", "mistral3", "ministral3", "phi3", "olmo2", "olmo3", "granite")
@@ -391,7 +391,7 @@ def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder:
     if kind in _GPT and prefix is not None:
         for part in byte_level:
             part.add_prefix_space = prefix
-    elif kind == "XLMRobertaTokenizer" and prefix is not None:
+    elif kind in ("XLMRobertaTokenizer", "CamembertTokenizer") and prefix is not None:
         for part in parts:
             if isinstance(part, pre_tokenizers.Metaspace):
                 part.prepend_scheme = "always" if prefix else "never"
