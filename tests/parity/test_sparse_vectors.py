@@ -23,7 +23,10 @@ RELU = {"hidden_act": "relu"}
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("Bert", RELU), ("DistilBert", {}), ("XLMRoberta", {}), ("XLMRoberta", RELU), ("MPNet", RELU)],
+    [
+        *(("Bert", RELU), ("DistilBert", {}), ("XLMRoberta", {}), ("XLMRoberta", RELU), ("MPNet", RELU)),
+        *(("ModernBert", {}), ("ModernBert", dict(decoder_bias=False, classifier_bias=True))),
+    ],
 )
 def test_weights_are_the_largest_of_the_masked_language_model(family, changes, tmp_path):
     theirs = save(tmp_path, family, "ForMaskedLM", max_position_embeddings=300, **changes)

@@ -132,6 +132,7 @@ _CROSS_ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
 
 _MASKED_LMS: dict[str, tuple[type[Any], type[Any]]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), (bert.BertForMaskedLM, bert.BertConfig)),
+    "modernbert": (modernbert.ModernBertForMaskedLM, modernbert.ModernBertConfig),
     "mpnet": (bert.MPNetForMaskedLM, bert.BertConfig),
     "distilbert": (bert.DistilBertForMaskedLM, bert.BertConfig),
 }

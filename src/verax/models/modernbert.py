@@ -25,7 +25,7 @@ from verax.nn import Embedding, LayerNorm, Linear, Sentences
 from verax.ops.attention import MASKED
 from verax.ops.rope import rotary_settings
 
-__all__ = ["ModernBertConfig", "ModernBertForSequenceClassification", "ModernBertModel"]
+__all__ = ["ModernBertConfig", "ModernBertForMaskedLM", "ModernBertForSequenceClassification", "ModernBertModel"]
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _THETAS = {_FULL: ("global_rope_theta", 160000.0), _SLIDING: ("local_rope_theta", 10000.0)}
@@ -60,6 +60,7 @@ class ModernBertConfig:
     classifier_pooling: Literal["cls", "mean"] = "cls"
     classifier_bias: bool = False
     classifier_activation: str = "gelu"
+    decoder_bias: bool = True
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModernBertConfig:
@@ -81,6 +82,7 @@ _FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("hidden_activation", "norm_eps", "norm_bias", "attention_bias", "mlp_bias", "max_position_embeddings"),
     *("local_attention", "classifier_pooling", "classifier_bias", "classifier_activation"),
+    "decoder_bias",
 )
 
 
@@ -215,7 +217,7 @@ class ModernBertModel(nnx.Module):
 
 
 class ModernBertPredictionHead(nnx.Module):
-    """Layer, activation and norm before a classifier."""
+    """Layer, activation and norm before a classifier or logits of the vocabulary."""
 
     def __init__(self, config: ModernBertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D = config.hidden_size
@@ -223,8 +225,30 @@ class ModernBertPredictionHead(nnx.Module):
         self.dense = Linear(D, D, bias=config.classifier_bias, dtype=dtype, rngs=rngs)
         self.norm = _norm(config, dtype)
 
-    def __call__(self, x: Float[Array, "B D"]) -> Float[Array, "B D"]:
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         return self.norm(self.activation(self.dense(x)))
+
+
+class ModernBertForMaskedLM(ModernBertModel):
+    """ModernBERT with its head of pre-training, from tokens to logits of the vocabulary."""
+
+    ignored_weights = (r"^decoder\.weight$",)
+    """Patterns of keys that are not loaded: the tied copy of the embeddings."""
+
+    key_aliases = (*ModernBertModel.key_aliases, (r"^decoder_bias$", "decoder.bias"))
+    """Other keys of the same weights: the encoder's, and the name of the logits' bias."""
+
+    def __init__(self, config: ModernBertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        self.head = ModernBertPredictionHead(config, dtype=dtype, rngs=rngs)
+        self.decoder_bias = nnx.Param(jnp.zeros(config.vocab_size, dtype)) if config.decoder_bias else None
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T V"]:
+        """Logits, float32. The arguments are as in `ModernBertModel`."""
+        logits = self.embeddings.tok_embeddings.attend(self.head(super().__call__(tokens, sentences)))
+        return logits if self.decoder_bias is None else logits + self.decoder_bias[...].astype(jnp.float32)
 
 
 class ModernBertForSequenceClassification(nnx.Module):
