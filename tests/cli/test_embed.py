@@ -148,6 +148,7 @@ def test_ranked_standard_input_becomes_json(run, reranker_folder, ranked):
     found = json.loads(done.out)
     assert [(one["index"], one["text"]) for one in found] == [(one.index, one.text) for one in ranked[:2]]
     assert found[0]["score"] == pytest.approx(ranked[0].score, abs=2e-6)
+    assert json.loads(run("rerank", QUERY, *DOCUMENTS, "-m", reranker_folder, "--json", "--top-k", 2).out) == found
 
 
 def test_a_model_of_token_vectors_ranks_by_maxsim(run, tmp_path):

@@ -48,6 +48,7 @@ WRONG = [
     (("rerank", "a cat"), 2, "Missing option '--model'"),
     (("rerank", "", *NOWHERE, "-d", "bad.gbnf"), 2, "query 1: it is empty"),
     (("rerank", "a cat", *NOWHERE), 2, "standard input: it is empty; expected a document on each line"),
+    (("rerank", "a cat", "a dog", *NOWHERE, "-d", "in.txt"), 2, "give documents or --documents, not both"),
     (("rerank", "a cat", *NOWHERE, "-d", "bad.gbnf"), 1, "no/such/model: no such folder"),
     ((*BATCH, "-i", "nothing.jsonl", "-o", "out.jsonl"), 2, "--input: nothing.jsonl: no such file"),
     ((*BATCH, "-i", "in.txt", "-o", "in.txt"), 2, "--output: it is the input"),

@@ -232,17 +232,17 @@ def _write_lines(file: Any, records: Sequence[dict[str, Any]], vectors: Any) -> 
 @options.with_flags
 def rerank(
     query: Annotated[str, typer.Argument(help="What the documents are to answer.")],
-    model: Annotated[str, typer.Option("--model", "-m", help="A checkpoint folder or hub id of a reranker.")],
     documents: Annotated[
-        Path | None,
-        typer.Option("--documents", "-d", help="A file with one document a line; standard input if left out."),
+        list[str] | None, typer.Argument(help="Documents; lines of standard input if left out.")
     ] = None,
+    *,
+    model: Annotated[str, typer.Option("--model", "-m", help="A checkpoint folder or hub id of a reranker.")],
+    file: Annotated[Path | None, typer.Option("--documents", "-d", help="A file with one document a line.")] = None,
     top_k: Annotated[
         int | None, typer.Option("--top-k", "-k", help="Only this many of the best documents.", min=1)
     ] = None,
     instruction: Annotated[str | None, typer.Option(help="What a document has to do, for Qwen3-Reranker.")] = None,
     batch_size: options.BatchSize = None,
-    *,
     loading: Annotated[dict[str, Any], Flags(options.EncoderOptions)],
     as_json: options.Json = False,
 ) -> None:
@@ -250,11 +250,14 @@ def rerank(
 
     \b
     Examples:
+        verax rerank "Who sleeps?" "A cat is asleep." "The dog runs." --model BAAI/bge-reranker-v2-m3
         verax rerank "Who sleeps?" --model cross-encoder/ms-marco-MiniLM-L6-v2 --documents sentences.txt
         verax rerank "Who sleeps?" --model Qwen/Qwen3-Reranker-0.6B --dtype bfloat16 -d sentences.txt --top-k 3 --json
     """
     checked([query], "query")
-    texts = read_lines(documents, "document")
+    if documents and file:
+        raise typer.BadParameter("give documents or --documents, not both")
+    texts = checked(documents, "document") if documents else read_lines(file, "document")
     from verax.embed.modules import open_folder
     from verax.embed.reranker import Reranker
     from verax.embed.token_encoder import TokenEncoder, is_token_model
