@@ -57,6 +57,23 @@ def test_scores_are_the_sigmoid_of_transformers_logits(family, tmp_path):
         np.testing.assert_allclose(ours, torch.sigmoid(expected).numpy(), atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"), [("Qwen3", {}), ("Llama", {}), ("Gemma3Text", dict(use_bidirectional_attention=True))]
+)
+def test_a_language_model_with_a_classifier_is_a_cross_encoder(family, changes, tmp_path):
+    qwen_tokenizer(tmp_path)
+    config = getattr(transformers, f"{family}Config")(**{**QWEN, "num_labels": 1, "pad_token_id": 1, **changes})
+    theirs = filled(getattr(transformers, f"{family}ForSequenceClassification")(config))
+    theirs.save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    end = tokenizer.convert_ids_to_tokens(1)  # padding: the logit is read before it
+    documents = [*DOCUMENTS[:5], DOCUMENTS[0] + end, end, ""]
+    with torch.no_grad():
+        pairs = [tokenizer(QUERIES[0], text, return_tensors="pt") for text in documents]
+        expected = [torch.sigmoid(theirs(input_ids=pair["input_ids"]).logits[0, 0]).item() for pair in pairs]
+    np.testing.assert_allclose(Reranker(tmp_path).score(QUERIES[0], documents), expected, atol=2e-6)
+
+
 @pytest.mark.parametrize("family", ["bert", "modernbert-mean"])
 def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, tmp_path):
     rounded = FAMILIES[family](tmp_path).to(torch.bfloat16)

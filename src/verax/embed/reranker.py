@@ -345,8 +345,8 @@ class Reranker:
     """Pairs of a query and a document to scores: weights on the device, a program for each bucket of lengths.
 
     It takes cross-encoders of one label (BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, ModernBERT, GTE, DeBERTa),
-    encoders with sentence-transformers' modules that make a score, language models with its `LogitScore`, and
-    Qwen3-Reranker.
+    encoders with sentence-transformers' modules that make a score, language models with a classifier or its
+    `LogitScore`, and Qwen3-Reranker.
     What else is in the batch does not change a score beyond rounding.
 
     Examples:

@@ -38,6 +38,7 @@ from verax.models.causal_lm import (
     AttentionFn,
     CausalLM,
     CausalLMConfig,
+    CausalLMForSequenceClassification,
     DividedStateConfig,
     RecurrentConfig,
     RecurrentLayer,
@@ -323,11 +324,17 @@ def cross_encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     Raises:
         UnsupportedModelError: for another `model_type`, naming those that verax has, or for several labels.
     """
-    kind = _kind(config, "model_type", _CROSS_ENCODERS, "cross-encoders")
+    kind = _kind(config, "model_type", (*_CROSS_ENCODERS, *_CAUSAL_LM), "cross-encoders")
     # transformers' own default is two labels.
     labels = len(read_value(config, "id2label", dict, {})) or read_value(config, "num_labels", Size, 2)
     if labels != 1:
         raise UnsupportedModelError(f"a classifier of {labels} labels ranks nothing; a reranker has one label")
+    if kind in _CAUSAL_LM:
+        model, sizes = encoder(config)
+        padding = read_value(text_config(config), "pad_token_id", Count, None)
+        options = {"language_model": model, "causal": is_causal(config), "padding": padding}
+        options["ignored_weights"] = model.ignored_weights
+        return type(model.__name__, (CausalLMForSequenceClassification,), options), sizes
     model, read = _CROSS_ENCODERS[kind]
     return model, read.from_hf(config)
 

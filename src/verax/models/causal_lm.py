@@ -10,8 +10,11 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -19,6 +22,7 @@ from verax import ops
 from verax.errors import InvalidParameterError
 from verax.fields import file_of, read_value
 from verax.files import JsonObject
+from verax.nn import Linear, Sentences
 
 
 @runtime_checkable
@@ -328,6 +332,42 @@ def final_hidden_states(
     if has_recurrent_layers(model.config):
         return cast(Callable[..., Any], model)(tokens, positions, attend, run_recurrent)
     return model(tokens, positions, attend)
+
+
+class CausalLMForSequenceClassification(nnx.Module):
+    """A cross-encoder of a language model: one logit for a pair of texts, from the last token that is not padding.
+
+    Follows transformers' `GenericForSequenceClassification`. Classes of a checkpoint derive from it.
+
+    Attributes:
+        language_model: class of the language model; of the class.
+        causal: False for tokens that see those after them; of the class.
+        padding: id of the padding token, which a text may end with too; of the class.
+    """
+
+    language_model: ClassVar[type[Any]]
+    causal: ClassVar[bool]
+    padding: ClassVar[int | None]
+    ignored_weights: ClassVar[tuple[str, ...]]
+
+    key_aliases = ((r"^language\.", ""),)
+    """The checkpoint's names of the language model's weights."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.language = self.language_model(config, dtype=dtype, rngs=rngs)
+        self.score = Linear(config.hidden_size, 1, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: Int[Array, "1 T"], sentences: Sentences, types: Int[Array, "1 T"]) -> Float[Array, "S"]:
+        """Logit of each pair, float32. `sentences`: places of the pairs. Language models read no `types`."""
+        attend = causal_attention(self.language.dtype, sentences.segments, causal=self.causal)
+        run = run_from_zeros(sentences.cu_seqlens)
+        hidden = final_hidden_states(self.language, tokens, sentences.positions, attend, run)
+        if self.padding is not None:
+            places = jnp.where(tokens == self.padding, -1, sentences.positions)[0]
+            lengths = jax.ops.segment_max(places, sentences.segments[0], sentences.lengths.shape[0]) + 1
+            sentences = sentences._replace(lengths=jnp.minimum(jnp.maximum(lengths, 1), sentences.lengths))
+        return self.score(sentences.last(hidden))[:, 0]
 
 
 def predicted_hidden_states(
