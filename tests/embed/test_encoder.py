@@ -165,6 +165,15 @@ def random_tokens(shortest, longest, *, count):
         (lambda e: e.encode("cat", precision="int4"), "precision: expected one of float32, int8"),
         (lambda e: e.encode("cat", precision="int8"), "ranges: int8 of a single vector"),
         (lambda e: e.encode("cat", precision="int8", ranges=np.zeros((2, 3))), r"ranges: expected the shape \(2, 48\)"),
+        (
+            lambda e: e.encode("cat", precision="int8", ranges=np.ones((2, 48)) * [[1], [-1]]),
+            "ranges: expected the small",
+        ),
+        (
+            lambda e: e.encode("cat", precision="uint8", ranges=np.full((2, 48), np.nan)),
+            "ranges: expected the smallest",
+        ),
+        (lambda e: e.warm_up(batch_size=0), "batch_size: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_wrong_input_is_named(encoder, call, message):
@@ -335,6 +344,15 @@ def test_queries_that_are_filled_up_have_a_call_of_their_length(tmp_path):
         np.testing.assert_allclose(encoder.encode_query(query, batch_size=1), one, atol=2e-6)
     with pytest.raises(UnsupportedModelError, match=r"queries of 65 tokens .* longer than the model's 64 positions"):
         Encoder(expanding(tmp_path / "longer", 65), output="tokens")
+
+
+def test_max_length_goes_before_the_files_length_of_documents(tmp_path):
+    path = expanding(tmp_path, 16) / "sentence_bert_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "document_length": 10}))
+    for max_length, tokens in ((None, 10), (20, 20), (8, 8)):
+        encoder = Encoder(tmp_path, output="tokens", max_length=max_length)
+        assert len(encoder.encode_document("cat " * 30)) == tokens
+        assert len(encoder.encode_query("cat")) == 16
 
 
 def test_a_warm_up_of_token_vectors_compiles_queries_too(tmp_path):

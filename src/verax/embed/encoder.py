@@ -361,6 +361,7 @@ class Encoder:
 
         `encode` with the same `batch_size` compiles nothing afterwards.
         """
+        check_batch_size(batch_size)
         begin = time.perf_counter()
         longest = min(max_length or self.max_length, self.max_length)
         jobs = self._buckets(batch_size).empty_jobs(longest)

@@ -106,6 +106,8 @@ def check_precision(precision: str, shape: tuple[int, int] | None = None, ranges
         )
     if ranges is not None and np.shape(ranges) != (2, shape[1]):
         raise InvalidParameterError(f"ranges: expected the shape (2, {shape[1]}), got {np.shape(ranges)}")
+    if ranges is not None and not (np.isfinite(ranges).all() and np.less_equal(*ranges).all()):
+        raise InvalidParameterError("ranges: expected the smallest, then the largest number of each dimension, finite")
 
 
 def quantized(

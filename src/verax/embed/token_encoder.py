@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,8 @@ def maxsim(query: Float[np.ndarray, "q D"], document: Float[np.ndarray, "d D"]) 
 class TokenEncoder(Encoder):
     """Texts to a vector for each token, by the checkpoint's prompts, lengths and expansion of queries.
 
-    `Encoder`'s arguments load it; `pooling`, `dimensions` and `task` are refused.
+    `Encoder`'s arguments load it; `pooling`, `dimensions` and `task` are refused. `max_length` goes before the files'
+    length of documents.
 
     Examples:
         >>> encoder = Encoder("colbert-ir/colbertv2.0", output="tokens")
@@ -189,7 +190,10 @@ class TokenEncoder(Encoder):
     def _load(self, folder: Path, opened: Checkpoint, options: LoadOptions) -> None:
         model_class, config = models.encoder(opened.config)
         self.model_config, weights = config, models.DTYPES[options.dtype]
-        self.token_settings = settings = read_token_settings(folder, opened)
+        settings = read_token_settings(folder, opened)
+        if options.max_length is not None:
+            settings = replace(settings, document_length=None)  # a default of the files
+        self.token_settings = settings
         expansion = settings.expansion
         if expansion is not None and expansion.length > config.max_position_embeddings:
             raise UnsupportedModelError(
