@@ -342,6 +342,8 @@ def test_queries_that_are_filled_up_have_a_call_of_their_length(tmp_path):
     for one, query in zip(together, ["the cat sat on the mat", "a dog"], strict=True):
         assert one.shape == (40, 48)
         np.testing.assert_allclose(encoder.encode_query(query, batch_size=1), one, atol=2e-6)
+    encoder.score("cat " * 60, ["a dog", "cat " * 60])
+    assert encoder.truncated == 2
     with pytest.raises(UnsupportedModelError, match=r"queries of 65 tokens .* longer than the model's 64 positions"):
         Encoder(expanding(tmp_path / "longer", 65), output="tokens")
 

@@ -118,9 +118,10 @@ def embed(
     sys.stderr.write(f"{len(texts)} sentences in {seconds:.2f} s, {speed}\n")
 
 
-def _cut(truncated: int, max_length: int) -> str:
-    """End of a report: the number of texts that were longer than the model reads."""
-    return f", {truncated} cut to {max_length} tokens" if truncated else ""
+def _cut(truncated: int, max_length: int | None) -> str:
+    """End of a report: the number of texts that were longer than the model reads; None for texts of several limits."""
+    length = "" if max_length is None else f" to {max_length} tokens"
+    return f", {truncated} cut{length}" if truncated else ""
 
 
 def _embed_batch(
@@ -267,8 +268,10 @@ def rerank(
         if instruction is not None:
             raise typer.BadParameter("--instruction: a model of token vectors reads none")
         reranker, ranking = TokenEncoder(model, **loading), {}
+        longest = None  # queries and documents have limits of their own
     else:
         reranker, ranking = Reranker(model, **loading), {"instruction": instruction}
+        longest = reranker.max_length
     begin = time.perf_counter()
     ranked = reranker.rank(query, texts, top_k, batch_size=batch_size, **ranking)
     seconds = time.perf_counter() - begin
@@ -284,5 +287,5 @@ def rerank(
         for one in ranked:
             table.add_row(str(one.index), f"{one.score:.4f}", Text(one.text))
         Console().print(table)
-    cut = _cut(reranker.truncated, reranker.max_length)
+    cut = _cut(reranker.truncated, longest)
     sys.stderr.write(f"{len(texts)} documents in {seconds:.2f} s, {len(texts) / seconds:,.0f} a second{cut}\n")

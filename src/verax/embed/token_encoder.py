@@ -324,12 +324,17 @@ class TokenEncoder(Encoder):
     def score(
         self, query: str, documents: Iterable[str], *, batch_size: int | None = None, show_progress: bool = True
     ) -> Float32[np.ndarray, "n"]:
-        """MaxSim of a query with each document, in their order; a better answer has a higher score."""
+        """MaxSim of a query with each document, in their order; a better answer has a higher score.
+
+        `truncated` counts the query too, if it lost its end.
+        """
         # The modules of a model of token vectors say whether these have length 1.
         options: dict[str, Any] = {"batch_size": batch_size, "show_progress": show_progress}
         options["normalize"] = not self._is_token_model
         one = self.encode_query(check_texts([query], "query")[0], **options)
+        of_query = self.truncated
         vectors = self.encode_document(check_texts(documents, "documents"), **options)
+        self.truncated += of_query
         return np.asarray([maxsim(one, vector) for vector in vectors], np.float32)
 
     def rank(
