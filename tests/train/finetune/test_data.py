@@ -145,9 +145,20 @@ def test_long_examples_are_cut_and_those_with_nothing_to_learn_left_out(read):
         ({"messages": [USER, ANSWER | {"weight": 0}]}, "each answer has the weight 0"),
         ({"messages": [USER, ANSWER | {"loss": False}]}, r'messages\[1\].loss: False is not supported; .*"weight" 0'),
         ({"messages": [USER | {"train": True}, ANSWER]}, r"messages\[0\].train: True is not supported"),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "writes nothing of an answer"),
+        ({"messages": [USER, ANSWER | {"content": " \n"}]}, r"messages\[1\]: the answer is empty"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, r"messages\[1\].tool_calls: .* leaves out"),
+        (
+            {"messages": [USER, ANSWER | {"tool_calls": ["cross"]}]},
+            r"messages\[1\].tool_calls: expected a list of calls",
+        ),
+        ({"messages": [USER, {"role": "Model", "content": "a"}, USER, ANSWER]}, r"messages\[1\].role: 'Model' is not"),
         ({"messages": [USER, ANSWER], "tools": "[]"}, r"tools: expected a list of objects, got '\[\]'"),
         ({"messages": [USER, ANSWER], "system": "be brief"}, "system: it is not supported"),
+        ({"messages": [USER, ANSWER], "enable_thinking": False}, "enable_thinking: it is not supported"),
+        ({"messages": [USER, ANSWER], "train": False}, "train: false is not supported"),
+        ({"messages": [USER, ANSWER], "weight": 0}, "weight: 0 is not supported"),
+        ({"prompt": "a", "completion": "b", "rejected": "c"}, "rejected: it is not supported"),
+        ({"prompt": "a", "completion": "b", "completion_mask": [0]}, "completion_mask: it is not supported"),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs: it"),
         ({"prompt": "a", "completion": "b", "label": False}, "label: false marks an answer to avoid"),
         ('{"text": "\\ud83e"}', "not valid JSON"),
@@ -178,6 +189,49 @@ def test_a_template_that_ends_no_answer_is_refused(read):
     unended = CHAT_TEMPLATE.replace(TURN_END, "<|turn|>")
     with pytest.raises(InvalidParameterError, match=r"line 1: .*no token that ends a text \('<\|im_end\|>'\)"):
         read({"messages": [USER, ANSWER]}, template=unended)
+
+
+SELECTIVE = """{% for m in messages %}{% if m.role != 'system' or loop.first %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}{% for call in (m.tool_calls or [])[:1] %}{{ call.function.name }}{% endfor %}
+{{ (m.content or '').split('</think>')[-1] | trim }}{% else %}{{ m.content | tojson }}{% endif %}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Template that leaves out what published ones do: later instructions, all calls but one, tools, and thoughts."""
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ({"messages": [USER, ANSWER | {"content": "<think>abc</think>def"}]}, r"messages\[1\].content"),
+        ({"messages": [USER, ANSWER | {"reasoning": "abc"}]}, r"messages\[1\].reasoning"),
+        ({"messages": [USER, ANSWER | {"tool_calls": [CALL, CALL]}]}, r"messages\[1\].tool_calls"),
+        ({"messages": [USER, ANSWER, {"role": "system", "content": "abc"}, USER, ANSWER]}, r"messages\[2\]"),
+        ({"messages": [USER, ANSWER], "tools": [CALL]}, "tools"),
+    ],
+)
+def test_what_the_template_leaves_out_of_a_conversation_is_refused(read, line, part):
+    with pytest.raises(InvalidParameterError, match=rf"line 1: {part}: the chat template leaves out"):
+        read(line, template=SELECTIVE)
+
+
+def test_what_the_template_writes_in_another_way_is_not_refused(read, tokenizer):
+    user, answer = (
+        {"role": "user", "content": 'a "fox"'},
+        {"role": "assistant", "content": " once \n", "tool_calls": [CALL]},
+    )
+    (example,) = read({"messages": [{"role": "system", "content": "abc"}, user, answer]}, template=SELECTIVE).items
+    assert parts(tokenizer, example)[1] == "crossonce<|im_end|>"
+
+
+def test_an_answer_follows_the_empty_reasoning_of_the_prompt_that_asks_for_it(read, tokenizer):
+    """Though the template writes none into answers, as Gemma 4's."""
+    thoughtless = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<|channel>thought\n<channel|>{% endif %}")
+    first, second = read({"messages": [USER, ANSWER, USER, ANSWER]}, template=thoughtless).items
+    for example in (first, second):
+        whole, trained = parts(tokenizer, example)
+        assert whole.endswith("assistant\n<|channel>thought\n<channel|>the river<|im_end|>\n")
+        assert whole.count("thought") == 1
+        assert trained == "the river<|im_end|>"
 
 
 def test_a_template_that_puts_an_answer_elsewhere_is_refused(read):

@@ -27,7 +27,7 @@ from jinja2.utils import Namespace
 from verax.errors import InvalidParameterError, TemplateError
 from verax.text.tokens.lenient_json import object_so_far
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that a message's reasoning goes by; templates read the first, a few the second."""
 
 _MEDIA = ("image", "video", "audio")
@@ -307,7 +307,7 @@ class _Arguments(dict[str, Any]):
 def _normalised(message: Mapping[str, Any]) -> _Message:
     """A message with its reasoning under each name, as in transformers, and arguments of its calls as `_Arguments`."""
     given = _Message(message)
-    reasoning = next((given[name] for name in _REASONING if given.get(name) is not None), None)
+    reasoning = next((given[name] for name in REASONING if given.get(name) is not None), None)
     if reasoning is not None:
         given.update({"thinking": reasoning, **given, "reasoning_content": reasoning})
     if not given.get("tool_calls", True):

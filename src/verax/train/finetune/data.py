@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -19,23 +19,40 @@ from jaxtyping import Bool, Int32
 
 from verax._buckets import at_least, powers
 from verax.errors import InvalidParameterError, TemplateError
-from verax.text.tokens.chat_template import check_messages
+from verax.text.features.tool_calls import (
+    CLOSE_REASONING,
+    CLOSE_THINK,
+    CLOSE_THOUGHT,
+    OPEN_REASONING,
+    OPEN_THINK,
+    OPEN_THOUGHT,
+)
+from verax.text.tokens.chat_template import REASONING, check_messages
 from verax.text.tokens.tokenizer import Tokenizer
 
 FORMS = 'an object with "messages", with "prompt" and "completion", or with "text"'
 
 _REFUSED = {
-    "system": 'give it as a first message of the role "system", or in the prompt',
+    **dict.fromkeys(("system", "system_prompt"), 'give it as a first message of the role "system", or in the prompt'),
     "functions": 'name them in "tools"',
-    "chat_template_kwargs": "the template is rendered without variables of its own",
-    "images": "only text is read",
-    "videos": "only text is read",
-    "audios": "only text is read",
+    **dict.fromkeys(
+        ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "documents"),
+        "the template is rendered without variables of its own",
+    ),
+    **dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "give it in the answer's message, or its text"),
+    **dict.fromkeys(("images", "videos", "audios"), "only text is read"),
+    **dict.fromkeys(("chosen", "rejected"), "each answer here is learned; leave it out"),
+    **dict.fromkeys(("labels", "completion_mask", "assistant_masks"), "what is trained follows from the form"),
+    "suffix": "give it in the prompt, as the model's tokens for filling in",
+    "loss_scale": 'answers count alike; one of the "weight" 0 is only read',
 }
 """Fields of other programs' files that change an example, each with what is possible here."""
 
 _SWITCHES = ("loss", "train", "training", "trainable")
-"""Names by which other programs' files say whether a message is trained."""
+"""Names by which other programs' files say whether a message, or a line, is trained."""
+
+_ASSISTANTS = ("assistant", "gpt", "model", "bot", "chatbot", "ai")
+"""Roles, in small letters, that other programs' files give to the assistant."""
 
 
 class Example(NamedTuple):
@@ -115,10 +132,14 @@ def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Examp
     forms = [form for form in (("messages",), ("prompt", "completion"), ("text",)) if fields.keys() >= {*form}]
     if len(forms) != 1:
         raise ValueError(f"expected {FORMS}, got the keys {', '.join(fields) or '(none)'}")
-    if refused := next((name for name in _REFUSED if fields.get(name)), None):
+    if refused := next((name for name in _REFUSED if fields.get(name) not in (None, "", [], {})), None):
         raise ValueError(f"{refused}: it is not supported; {_REFUSED[refused]}")
     if fields.get("label") is False:
         raise ValueError("label: false marks an answer to avoid, and each answer here is learned; leave it out")
+    if not_learned := next((name for name in _SWITCHES if fields.get(name) is False), None):
+        raise ValueError(f"{not_learned}: false is not supported; each line here is learned; leave it out")
+    if fields.get("weight") not in (None, 1):
+        raise ValueError(f"weight: {fields['weight']!r} is not supported; each line here is learned; leave it out")
     if forms == [("messages",)]:
         for pieces in _conversation(fields["messages"], fields.get("tools"), tokenizer):
             yield _encoded(pieces, tokenizer, templated=True)
@@ -153,17 +174,23 @@ def _conversation(messages: Any, tools: Any, tokenizer: Tokenizer) -> list[list[
     turns = list[tuple[str, str, bool]]()
     for i in answers:
         trained = messages[i].get("weight") != 0
-        if trained and not (messages[i].get("content") or messages[i].get("tool_calls")):
+        if trained and not ((messages[i].get("content") or "").strip() or messages[i].get("tool_calls")):
             raise ValueError(f"messages[{i}]: the answer is empty; there is nothing to learn")
-        prompt, text = render(messages[:i]), render(messages[: i + 1], add_generation_prompt=False)
-        if not text.startswith(prompt):
-            raise TemplateError(
-                f"messages[{i}]: the chat template does not render this answer after the prompt that asks for it; "
-                'give "prompt" and "completion" instead'
-            )
-        turns.append((prompt, text[len(prompt) :], trained))
+        prompt, answer = _turn(messages[: i + 1], render)
+        if trained and (part := _left_out(messages[i], prompt + answer, answer)):
+            raise TemplateError(f"messages[{i}].{part}: {_LEFT_OUT}")
+        turns.append((prompt, answer, trained))
     if not any(trained for *_, trained in turns):
         raise ValueError("messages: each answer has the weight 0; there is nothing to learn")
+    if tools and render(messages, tools=None, add_generation_prompt=False) == whole:
+        raise TemplateError(f"tools: {_LEFT_OUT}")
+    asked, prompt = messages[: answers[-1]], turns[-1][0]
+    written = _without_space(prompt)
+    for i, message in enumerate(asked):
+        if i not in answers and _without_space(message.get("content") or "") not in written:
+            other = [*asked[:i], {**message, "content": f"{message['content']}?"}, *asked[i + 1 :]]
+            if render(other) == prompt:  # or the text is there in other characters, such as JSON's
+                raise TemplateError(f"messages[{i}]: {_LEFT_OUT}")
     if not all(whole.startswith(prompt + answer) for prompt, answer, _ in turns):
         return [
             [_Piece(prompt, trained=False), _Piece(answer, trained=True)]
@@ -177,15 +204,63 @@ def _conversation(messages: Any, tools: Any, tokenizer: Tokenizer) -> list[list[
     return [pieces]
 
 
+_LEFT_OUT = (
+    'the chat template leaves out some of it; remove it, or render the lines yourself as "prompt" and "completion"'
+)
+
+_REASONING_TAGS = (OPEN_REASONING, CLOSE_REASONING), (OPEN_THOUGHT, CLOSE_THOUGHT), (OPEN_THINK, CLOSE_THINK)
+
+
+def _turn(messages: Sequence[Mapping[str, Any]], render: Callable[..., str]) -> tuple[str, str]:
+    """The prompt that asks for the last of messages, and that message after it."""
+    prompt, text = render(messages[:-1]), render(messages, add_generation_prompt=False)
+    if text.startswith(prompt):
+        return prompt, text[len(prompt) :]
+    # Gemma 4's larger models are asked with empty reasoning, which their template does not write into answers.
+    for begin, end in _REASONING_TAGS:
+        head, found, rest = prompt.rpartition(begin)
+        if found and rest.strip() == end and text.startswith(head) and not text.startswith(head + begin):
+            return prompt, text[len(head) :]
+    raise TemplateError(
+        f"messages[{len(messages) - 1}]: the chat template does not render this answer after the prompt that asks for "
+        'it; give "prompt" and "completion" instead'
+    )
+
+
+def _left_out(message: Mapping[str, Any], text: str, answer: str) -> str | None:
+    """Field of an answer that is not in the text that was rendered with it, apart from white space; None if all are.
+
+    `answer`: the end of the text, in which its calls are.
+    """
+    written = _without_space(text)
+    for name in ("content", *REASONING):
+        part = message.get(name)
+        if isinstance(part, str) and _without_space(part) not in written:
+            return name
+    calls = [str(call.get("function", call).get("name")) for call in message.get("tool_calls") or ()]
+    return "tool_calls" if any(answer.count(name) < calls.count(name) for name in calls) else None
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())
+
+
 def _check_conversation(messages: Any, tools: Any) -> None:
     """Refuse what a template would write as Python shows it, and weights and switches that are not supported."""
     check_messages(messages)
     for i, message in enumerate(messages):
-        content, weight = message.get("content"), message.get("weight")
+        content, weight, calls = message.get("content"), message.get("weight"), message.get("tool_calls") or []
+        if not (
+            isinstance(calls, list)
+            and all(isinstance(c, dict) and isinstance(c.get("function", c), dict) for c in calls)
+        ):
+            raise ValueError(f"messages[{i}].tool_calls: expected a list of calls of functions, got {calls!r:.60}")
         if not isinstance(content, str | None):
             raise ValueError(f"messages[{i}].content: expected a text, got {content!r:.60}")
         if weight not in (None, 0, 1):
             raise ValueError(f"messages[{i}].weight: expected 0 or 1, got {weight!r}")
+        if (role := message["role"]) != "assistant" and role.lower() in _ASSISTANTS:
+            raise ValueError(f"messages[{i}].role: {role!r} is not supported; the role of answers is 'assistant'")
         answer = message["role"] == "assistant"
         if refused := next((name for name in _SWITCHES if message.get(name) not in (None, answer)), None):
             possible = 'give the answer the "weight" 0' if answer else "only the assistant's answers are learned"
@@ -211,8 +286,6 @@ def _encoded(pieces: Sequence[_Piece], tokenizer: Tokenizer, *, templated: bool)
                 f"the chat template ends an answer with no token that ends a text ({known}), so that the model would "
                 "not learn to stop; add the answers' last token to eos_token_id in the model's generation_config.json"
             )
-        if piece.trained and templated and ends[:1] == [0]:
-            raise TemplateError("the chat template writes nothing of an answer: it may have no place for tool calls")
         last = ends[-1] if ends and templated else len(new)
         ids += new
         trained += [piece.trained and i <= last for i in range(len(new))]
