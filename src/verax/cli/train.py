@@ -18,7 +18,8 @@ app = typer.Typer(help="Fine-tune language models.", no_args_is_help=True)
 Data = Annotated[
     Path,
     typer.Option(
-        help="JSONL file with messages, with prompt and completion, or with text on each line.", show_default=False
+        help="JSONL file with messages, with prompt and completion, or with text on each line; or JSON, or Parquet.",
+        show_default=False,
     ),
 ]
 Output = Annotated[

@@ -74,6 +74,45 @@ def test_the_prompt_has_the_tokens_that_the_engine_reads(read, tokenizer):
     assert example.trained[len(prompt)]
 
 
+def test_of_a_prompt_and_a_completion_of_messages_the_completion_is_trained(read, tokenizer):
+    line = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER | {"content": "once"}]}
+    (example,) = read(line).items
+    whole, trained = parts(tokenizer, example)
+    assert whole == parts(tokenizer, read({"messages": line["prompt"] + line["completion"]}).items[0])[0]
+    assert trained == "once<|im_end|>"
+
+
+def test_an_array_and_rows_of_parquet_are_read_as_lines_are(read, tokenizer, tmp_path):
+    """In Parquet each object of a column has the names that any of them has, with nulls."""
+    pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    template = CHAT_TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}")
+    calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("a", "b")]
+    rows = [{"messages": [USER, ANSWER | {"tool_calls": [call]}]} for call in calls] + [{"text": "a fox"}]
+    expected = [parts(tokenizer, example) for example in read(*rows, template=template).items]
+    assert '{"a": 1}' in expected[0][1]
+    (tmp_path / "data.json").write_text(json.dumps(rows, indent=1))
+    table = pyarrow.Table.from_pylist([{"messages": None, "text": None, **row} for row in rows])
+    parquet.write_table(table, tmp_path / "data.parquet")
+    for name in ("data.json", "data.parquet"):
+        found = read_examples(tmp_path / name, tokenizer.with_chat_template(template), max_length=200)
+        assert [parts(tokenizer, example) for example in found.items] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("data.json", b'[{"text": "a"}, 3]', r"data\.json, item 2: expected an object"),
+        ("data.json", b'[{"text": "a"}', r"data\.json: cannot be read: Expecting"),
+        ("data.parquet", b'{"text": "a"}', r"data\.parquet: cannot be read: .*Parquet"),
+        ("data.jsonl.gz", b"\x1f\x8b\x08", r"data\.jsonl\.gz: cannot be read: it is packed"),
+    ],
+)
+def test_a_file_of_another_format_than_its_name_says_is_refused(name, content, problem, tmp_path, tokenizer):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidParameterError, match=problem):
+        read_examples(tmp_path / name, tokenizer, max_length=200)
+
+
 @pytest.mark.parametrize("scheme", ["first", "always"])
 def test_no_space_comes_before_an_answer_whose_tokenizer_puts_one_before_each_text(scheme, tmp_path):
     backend = tokenizers.Tokenizer(

@@ -1,6 +1,6 @@
-"""Lines of a JSONL file to examples, which are token ids and a mask of the trained ones, and examples to batches.
+"""Objects of a file to examples, which are token ids and a mask of the trained ones, and examples to batches.
 
-A line has `messages`, `prompt` and `completion`, or `text`, as in TRL's and OpenAI's files.
+An object has `messages`, `prompt` and `completion`, or `text`, as in TRL's and OpenAI's files.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from verax._buckets import at_least, powers
+from verax._optional import require_optional
 from verax.errors import InvalidParameterError, TemplateError
 from verax.text.features.tool_calls import (
     CLOSE_REASONING,
@@ -87,21 +88,18 @@ class _Piece(NamedTuple):
 def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int) -> Examples:
     """Examples of a file, in its order. A conversation may become several.
 
-    `path`: a file of UTF-8 text with one JSON object on each line. Blank lines are skipped. `tokenizer`: with the chat
-    template, if lines have messages.
+    `path`: a file of UTF-8 text with one JSON object on each line, where blank lines are skipped, or with an array of
+    them; or of Parquet, with an object in each row. `tokenizer`: with the chat template, if there are messages.
     """
     items, cut, left_out = list[Example](), 0, 0
-    try:
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
-    except OSError as error:
-        raise InvalidParameterError(f"data: {path}: cannot be read: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
+    unit, objects = _read_file(path)
+    for number, line in enumerate(objects, start=1):
+        if isinstance(line, bytes) and not line.strip():
             continue
         try:
-            read = list(_examples(_read_line(line), tokenizer))
+            read = list(_examples(_checked(line), tokenizer))
         except (ValueError, RecursionError, TemplateError) as error:
-            raise InvalidParameterError(f"data: {path}, line {number}: {error}") from error
+            raise InvalidParameterError(f"data: {path}, {unit} {number}: {error}") from error
         for tokens, trained in read:
             cut += len(tokens) > max_length
             if trained[1:max_length].any():  # nothing predicts the first token
@@ -116,14 +114,40 @@ def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int) -> Examp
     return Examples(items, cut, left_out)
 
 
-def _read_line(line: bytes) -> Mapping[str, Any]:
+def _read_file(path: Path) -> tuple[str, Sequence[Any]]:
+    """What the file has its objects in, and these: lines that are not parsed yet, or values."""
     try:
-        value = json.loads(line)
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is not text
+        if path.suffix == ".parquet":
+            table = require_optional("pyarrow.parquet").read_table(path)
+            return "row", [_without_nulls(row) for row in table.to_pylist()]
+        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        if content.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK")):
+            raise ValueError("it is packed; unpack it")
+        if not content.lstrip().startswith(b"["):
+            return "line", content.splitlines()
+        return "item", json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InvalidParameterError(f"data: {path}: cannot be read: {why}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A row without its empty cells, which all objects of a column have where one of them has a value."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _checked(line: Any) -> Mapping[str, Any]:
+    """The object of a line, or of a value."""
+    try:
+        value = json.loads(line) if isinstance(line, bytes) else line
+        json.dumps(value, ensure_ascii=False, default=str).encode()  # half of a surrogate pair is not text
     except ValueError as error:
         raise ValueError(f"not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"expected {FORMS}, got {line[:60].decode(errors='replace')}")
+        given = line.decode(errors="replace") if isinstance(line, bytes) else repr(line)
+        raise ValueError(f"expected {FORMS}, got {given[:60]}")
     return value
 
 
@@ -140,8 +164,13 @@ def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Examp
         raise ValueError(f"{not_learned}: false is not supported; each line here is learned; leave it out")
     if fields.get("weight") not in (None, 1):
         raise ValueError(f"weight: {fields['weight']!r} is not supported; each line here is learned; leave it out")
+    messages, prompt, completion = (fields.get(name) for name in ("messages", "prompt", "completion"))
+    if forms == [("prompt", "completion")] and isinstance(prompt, list) and isinstance(completion, list):
+        # Of messages, as in TRL. Answers of the prompt are only read.
+        messages = [{**m, "weight": 0} if isinstance(m, dict) else m for m in prompt] + completion
+        forms = [("messages",)]
     if forms == [("messages",)]:
-        for pieces in _conversation(fields["messages"], fields.get("tools"), tokenizer):
+        for pieces in _conversation(messages, fields.get("tools"), tokenizer):
             yield _encoded(pieces, tokenizer, templated=True)
         return
     texts = [fields[name] for name in forms[0]]
