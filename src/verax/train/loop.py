@@ -299,6 +299,14 @@ class RunStates:
         """Step of the newest checkpoint; None if there is none."""
         return self._manager.latest_step()
 
+    def saved_settings(self) -> dict[str, Any]:
+        """Settings with which the newest checkpoint was made; empty if there is none."""
+        return {} if self.step is None else self._saved_run()["settings"]
+
+    def _saved_run(self) -> dict[str, Any]:
+        args = self._ocp.args
+        return self._manager.restore(self.step, args=args.Composite(run=args.JsonRestore()))["run"]
+
     def save(self, state: Any, step: int) -> None:
         """Save the state, a pytree of arrays, after `step` steps."""
         args = self._ocp.args
@@ -310,8 +318,7 @@ class RunStates:
         """The newest state, with the structure of `like` and on its devices."""
         if self.step is None:
             raise CheckpointError(f"{self.path}: no training state to resume from; start without resume")
-        args = self._ocp.args
-        run = self._manager.restore(self.step, args=args.Composite(run=args.JsonRestore()))["run"]
+        args, run = self._ocp.args, self._saved_run()
         if different := sorted(
             f"{name} {run['settings'].get(name)!r}, now {self._settings.get(name)!r}"
             for name in {*run["settings"], *self._settings}

@@ -1,6 +1,8 @@
 """Fine-tuning a tiny model: it learns, resumes exactly, divides over devices, and the engine loads its results."""
 
 import json
+import shutil
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from tests.support.devices import run_on_devices
 from tests.support.finetune import PAIRS, settings, trained, write_examples
-from tests.support.tiny import tiny_checkpoint, tiny_tokenizer
+from tests.support.tiny import CHAT_TEMPLATE, tiny_checkpoint, tiny_tokenizer
 from verax import LLM, LoRARequest, SamplingParams
 from verax.checkpoint import Checkpoint, save
 from verax.checkpoint.lora import Adapter
@@ -167,6 +169,20 @@ def test_a_run_continues_with_its_own_base_and_examples_only(base, data, whole, 
         given = settings() if folder == whole[0] else settings(steps=1)
         with pytest.raises(CheckpointError, match=problem):
             train_lora(model, examples, folder, given, SMALL, resume=True, show_progress=False)
+
+
+def test_a_run_with_a_template_that_writes_the_date_continues_at_another_time(base, tmp_path):
+    (tmp_path / "data.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "a fox"}, {"role": "assistant", "content": "river"}]})
+    )
+    dated = tmp_path / "base"
+    shutil.copytree(base, dated)
+    (dated / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}" + CHAT_TEMPLATE)
+    train = partial(train_lora, dated, tmp_path / "data.jsonl", tmp_path / "run", show_progress=False)
+    train(settings(steps=1), SMALL)
+    log = (tmp_path / "run" / "log.jsonl").read_text()
+    train(settings(steps=1), SMALL, resume=True)
+    assert (tmp_path / "run" / "log.jsonl").read_text() == log
 
 
 def test_quantised_weights_are_trained_as_floats_only_on_request(data, tmp_path):

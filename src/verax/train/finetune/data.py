@@ -9,6 +9,7 @@ import codecs
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -85,19 +86,21 @@ class _Piece(NamedTuple):
     trained: bool
 
 
-def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int) -> Examples:
+def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int, now: datetime | None = None) -> Examples:
     """Examples of a file, in its order. A conversation may become several.
 
     `path`: a file of UTF-8 text with one JSON object on each line, where blank lines are skipped, or with an array of
-    them; or of Parquet, with an object in each row. `tokenizer`: with the chat template, if there are messages.
+    them; or of Parquet, with an object in each row. `tokenizer`: with the chat template, if there are messages. `now`:
+    time for templates that write the date; the clock's if None.
     """
+    now = now or datetime.now()
     items, cut, left_out = list[Example](), 0, 0
     unit, objects = _read_file(path)
     for number, line in enumerate(objects, start=1):
         if isinstance(line, bytes) and not line.strip():
             continue
         try:
-            read = list(_examples(_checked(line), tokenizer))
+            read = list(_examples(_checked(line), tokenizer, now))
         except (ValueError, RecursionError, TemplateError) as error:
             raise InvalidParameterError(f"data: {path}, {unit} {number}: {error}") from error
         for tokens, trained in read:
@@ -151,7 +154,7 @@ def _checked(line: Any) -> Mapping[str, Any]:
     return value
 
 
-def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Example]:
+def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer, now: datetime) -> Iterator[Example]:
     """Examples of a line's object."""
     forms = [form for form in (("messages",), ("prompt", "completion"), ("text",)) if fields.keys() >= {*form}]
     if len(forms) != 1:
@@ -170,7 +173,8 @@ def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Examp
         messages = [{**m, "weight": 0} if isinstance(m, dict) else m for m in prompt] + completion
         forms = [("messages",)]
     if forms == [("messages",)]:
-        for pieces in _conversation(messages, fields.get("tools"), tokenizer):
+        render = partial(tokenizer.apply_chat_template, tools=fields.get("tools"), strftime_now=now.strftime)
+        for pieces in _conversation(messages, fields.get("tools"), render):
             yield _encoded(pieces, tokenizer, templated=True)
         return
     texts = [fields[name] for name in forms[0]]
@@ -187,15 +191,14 @@ def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Examp
     yield _ended(example, tokenizer)
 
 
-def _conversation(messages: Any, tools: Any, tokenizer: Tokenizer) -> list[list[_Piece]]:
+def _conversation(messages: Any, tools: Any, render: Callable[..., str]) -> list[list[_Piece]]:
     """Pieces of a conversation's examples, in which the assistant's answers are trained.
 
     It is one example, unless the template renders an answer otherwise when more follows, as those do that drop the
     reasoning of earlier answers. Then each answer is an example, after the prompt that asks for it. An answer of the
-    `weight` 0 is only read.
+    `weight` 0 is only read. `render`: the text of messages, with the tools.
     """
     _check_conversation(messages, tools)
-    render = partial(tokenizer.apply_chat_template, tools=tools)
     whole = render(messages, add_generation_prompt=False)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers or answers[0] == 0:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,9 @@ from verax.loading import DEQUANTIZE, load_causal_lm, model_shapes
 from verax.models import CausalLM, causal_lm, language_config
 from verax.text.step.program import AbstractModel
 from verax.text.tokens.tokenizer import Tokenizer
-from verax.train.finetune.data import Examples, read_examples, shuffled_batches, validation_batches
+from verax.train.finetune.data import read_examples, shuffled_batches, validation_batches
 from verax.train.finetune.lora import TrainedAdapter
-from verax.train.loop import Loss, Schedule, batch_sharding, fully_sharded, read_log, state_sharding, train
+from verax.train.loop import Loss, RunStates, Schedule, batch_sharding, fully_sharded, read_log, state_sharding, train
 from verax.train.loss import rounded_gradient_linear, weighted_next_token_loss
 from verax.train.settings import FinetuneSettings, LoraSettings
 
@@ -63,11 +65,14 @@ class Job:
         self.max_length = max_length = settings.max_length or min(longest, DEFAULT_MAX_LENGTH)
         if max_length > longest:
             raise InvalidParameterError(f"max_length: the model reads {longest} tokens at most, got {max_length}")
+        self.started = datetime.now()
+        if resume:  # templates that write the date would make other examples each day
+            with RunStates(output, {}) as states:
+                self.started = datetime.fromisoformat(states.saved_settings().get("started", str(self.started)))
         tokenizer = Tokenizer.from_checkpoint(opened)
-        self.examples = read_examples(data, tokenizer, max_length=max_length)
-        self.validation: Examples | None = None
-        if validation_data is not None:
-            self.validation = read_examples(validation_data, tokenizer, max_length=max_length)
+        read = partial(read_examples, tokenizer=tokenizer, max_length=max_length, now=self.started)
+        self.examples = read(data)
+        self.validation = None if validation_data is None else read(validation_data)
         largest = max(
             int(tokens.max()) for read in (self.examples, self.validation) if read for tokens, _ in read.items
         )
@@ -118,7 +123,7 @@ class Job:
         data = hashlib.sha256()
         for tokens, trained in self.examples.items:
             data.update(b"%d " % len(tokens) + tokens.tobytes() + trained.tobytes())
-        contents = {"base": fingerprint(self.opened), "data": data.hexdigest()[:16]}
+        contents = {"base": fingerprint(self.opened), "data": data.hexdigest()[:16], "started": str(self.started)}
         same = ("batch_size", "gradient_accumulation", "seed", "dtype")
         return train(
             compute,
