@@ -44,6 +44,27 @@ async def test_each_row_gets_its_answer_and_a_bad_one_its_reason(generate):
     assert [answers["text"][i] for i in (2, 3, 4, 6)] == [None] * 4
 
 
+def test_a_row_has_lists_where_ray_has_arrays_in_objects_and_nothing_where_it_has_nan():
+    def array(*items):
+        made = np.empty(len(items), object)
+        made[:] = items
+        return made
+
+    call = {"function": {"name": "f", "arguments": {"ids": np.arange(2)}}}
+    messages = array(
+        {"role": "user", "content": array({"type": "text", "text": "a"})}, {"tool_calls": array(call, call)}
+    )
+    picture = np.zeros((2, 2, 3), np.uint8)
+    (row,) = module.rows_of({"messages": array(messages), "seed": np.array([np.nan]), "image": array(picture)})
+    plain = {"function": {"name": "f", "arguments": {"ids": [0, 1]}}}
+    assert row["messages"] == [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"tool_calls": [plain, plain]},
+    ]
+    assert row["seed"] is None
+    assert row["image"] is picture
+
+
 async def test_a_dead_engine_ends_the_actor(generate, monkeypatch):
     ended = []
 
@@ -112,6 +133,12 @@ def test_each_row_is_a_file_by_its_id_and_a_bad_one_has_its_reason(clips, tmp_pa
     assert all((tmp_path / "clips") in path.parents for path in (tmp_path / "clips").iterdir())
     assert len(list((tmp_path / "clips").iterdir())) == 2
     assert Pipeline.made == [("one", {"num_frames": 5, "seed": 1}), ("two", {"num_frames": 5, "seed": 7})]
+
+
+def test_whole_numbers_of_a_column_that_lacks_some_are_whole(clips):
+    """Ray makes floats of them."""
+    clips({**batch(custom_id=["a", "b"], prompt=["one", "two"]), "seed": np.array([7.0, np.nan])})
+    assert [(options["seed"], type(options["seed"])) for _, options in Pipeline.made] == [(7, int), (1, int)]
 
 
 def test_a_clip_that_is_there_is_not_made_again(clips):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,10 +21,24 @@ Batch = dict[str, Any]
 
 
 def rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Rows of a batch, with Python's own values in place of numpy's scalars."""
+    """Rows of a batch, with Python's own values in place of numpy's, but for arrays of numbers such as pictures.
+
+    Ray has a NaN where a column of numbers has no value, and arrays where an object has lists.
+    """
     for values in zip(*batch.values(), strict=True):
-        plain = (value.item() if isinstance(value, np.generic) else value for value in values)
+        plain = (
+            value if isinstance(value, np.ndarray) and value.dtype != object else _plain(value) for value in values
+        )
         yield dict(zip(batch, plain, strict=True))
+
+
+def _plain(value: Any) -> Any:
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
@@ -178,6 +193,8 @@ class Clips:
             if not path.exists():
                 names = [field.name for field in fields(VideoRequest)]
                 own = {name: row[name] for name in names[1:] if row.get(name) is not None}
+                # Whole numbers of a column that lacks some are floats.
+                own = {name: int(x) if isinstance(x, float) and x.is_integer() else x for name, x in own.items()}
                 clip = self._pipeline(row["prompt"], **{**self._request, **own})
                 clip.save(path)
         except (VeraxError, TypeError) as error:
