@@ -85,3 +85,7 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if not isinstance(self.target_modules, str):
+            raise InvalidParameterError(
+                f"target_modules: expected {ALL_LINEAR}, or names in a text between commas, got {self.target_modules!r}"
+            )

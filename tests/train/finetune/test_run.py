@@ -219,6 +219,11 @@ def test_settings_out_of_range_are_refused_by_name(changes, problem):
         FinetuneSettings(**{"learning_rate": 1e-3, **changes})
 
 
+def test_target_modules_that_are_not_a_text_are_refused():
+    with pytest.raises(InvalidParameterError, match=r"target_modules: expected .* got \['q_proj'\]"):
+        LoraSettings(target_modules=["q_proj"])
+
+
 def test_what_does_not_fit_the_model_or_the_machine_is_refused(base, data, tmp_path):
     def attempt(lora=SMALL, **changes):
         train_lora(base, data, tmp_path / "run", settings(**changes), lora, show_progress=False)
