@@ -262,7 +262,8 @@ class DecoderLayer(nnx.Module):
         if own is not None:
             gated = jax.nn.gelu(self.per_layer_input_gate(x), approximate=True) * own
             x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
-        return x * self.layer_scalar[...].astype(jnp.float32)
+        # As in transformers, where it is a buffer, training leaves it as it is.
+        return x * jax.lax.stop_gradient(self.layer_scalar[...]).astype(jnp.float32)
 
 
 class Decoder(nnx.Module):
