@@ -91,6 +91,18 @@ def test_an_answer_counts_up_to_its_end(rollout, model):
     np.testing.assert_allclose(got[0], [*log_probabilities(model[1], [5, 9], [7, END]), 0, 0], atol=1e-4)
 
 
+def test_an_answer_counts_up_to_the_end_of_its_mask(rollout, model):
+    """Of several turns, in one of which a token ends the turn."""
+    mask = jnp.asarray([[1, 0, 1, 0]])
+    got = rollout.get_per_token_logps(jnp.asarray([[PAD, 5, 9]]), jnp.asarray([[7, END, 8, PAD]]), completion_mask=mask)
+    np.testing.assert_allclose(got[0], [*log_probabilities(model[1], [5, 9], [7, END, 8]), 0], atol=1e-4)
+
+
+def test_prompts_may_be_token_ids(rollout):
+    output = rollout.generate([[5, 9], np.array([7])], SimpleNamespace(**CONFIG))
+    assert output.left_padded_prompt_tokens[:, -2:].tolist() == [[5, 9], [PAD, 7]]
+
+
 def test_the_trainers_parameters_replace_the_engines(rollout, model):
     halved = jax.tree.map(lambda leaf: leaf * 0.5, nnx.state(model[1]))
     rollout.update_params({"model": halved}, (nnx.Param,))

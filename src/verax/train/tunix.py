@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.text.engine.llm import LLM
@@ -72,11 +72,13 @@ def _rollout_class() -> type[Any]:
             if rollout_actor is not None:
                 self.update_params(nnx.state(rollout_actor))
 
-        def generate(self, prompts: list[str], rollout_config: Any, **kwargs: Any) -> Any:
+        def generate(self, prompts: list[str] | list[list[int]], rollout_config: Any, **kwargs: Any) -> Any:
             """Answers to prompts; a prompt of more than `max_prompt_length` tokens is an error."""
             params = [_sampling(rollout_config, i) for i in range(len(prompts))]
-            # Tunix passes an array of numpy's texts.
-            outputs = self._generate([*map(str, prompts)], params)
+            # Tunix passes an array of numpy's texts, and token ids of conversations with tools.
+            outputs = self._generate(
+                [str(p) if isinstance(p, str) else np.asarray(p).tolist() for p in prompts], params
+            )
             if failed := [output.error for output in outputs if output.error is not None]:
                 raise RuntimeError(failed[0])
             width = rollout_config.max_prompt_length
@@ -101,18 +103,23 @@ def _rollout_class() -> type[Any]:
             )
 
         def get_per_token_logps(
-            self, prompt_tokens: Int[Array, "B P"], completion_tokens: Int[Array, "B C"]
+            self,
+            prompt_tokens: Int[Array, "B P"],
+            completion_tokens: Int[Array, "B C"],
+            completion_mask: Shaped[Array, "B C"] | None = None,
         ) -> Float[Array, "B C"]:
             """Log-probability of each token of an answer after its prompt, nats; 0 after an answer's end.
 
-            `prompt_tokens`: padded on the left. `completion_tokens`: padded on the right.
+            `prompt_tokens`: padded on the left. `completion_tokens`: padded on the right. `completion_mask`: the last
+            token of an answer is the last that is not 0 here; if None, the first that ends a text, or the padding does.
             """
             prompts, answers = np.asarray(prompt_tokens), np.asarray(completion_tokens)
             texts, pad, end = [], self.pad_id(), self.eos_id()
-            for prompt, answer in zip(prompts, answers, strict=True):
+            kept = answers != pad if completion_mask is None else np.asarray(completion_mask) != 0
+            for prompt, answer, own in zip(prompts, answers, kept, strict=True):
                 begin = int(np.argmax(prompt != pad)) if (prompt != pad).any() else len(prompt)
-                ends = np.flatnonzero(answer == end)
-                length = ends[0] + 1 if len(ends) else len(np.trim_zeros((answer != pad).astype(np.int8), "b"))
+                ends = np.flatnonzero(answer == end) if completion_mask is None else []
+                length = ends[0] + 1 if len(ends) else len(np.trim_zeros(own.astype(np.int8), "b"))
                 texts.append((prompt[begin:].tolist(), answer[:length].tolist()))
             params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
             outputs = self._generate([[*prompt, *answer] for prompt, answer in texts], params)
