@@ -74,6 +74,15 @@ def test_a_state_that_was_not_written_to_its_end_does_not_count(tmp_path):
     np.testing.assert_array_equal(resumed["weight"], whole["weight"])
 
 
+@pytest.mark.parametrize("part", ["run/metadata", "state/**/manifest.ocdbt"])
+def test_a_damaged_state_is_refused(part, tmp_path):
+    train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=3, show_progress=False)
+    for file in (tmp_path / "state" / "3").glob(part):
+        file.write_bytes(file.read_bytes()[:10])
+    with pytest.raises(CheckpointError, match="state/3: this state cannot be read"):
+        train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, show_progress=False)
+
+
 def test_steps_that_were_lost_with_an_interruption_are_logged_once(tmp_path):
     train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=10, show_progress=False)
     with (tmp_path / "log.jsonl").open("a") as log:  # as a run that died between two states leaves it

@@ -304,8 +304,18 @@ class RunStates:
         return {} if self.step is None else self._saved_run()["settings"]
 
     def _saved_run(self) -> dict[str, Any]:
-        args = self._ocp.args
-        return self._manager.restore(self.step, args=args.Composite(run=args.JsonRestore()))["run"]
+        return self._restored(run=self._ocp.args.JsonRestore())["run"]
+
+    def _restored(self, **args: Any) -> Any:
+        """Parts of the newest checkpoint."""
+        try:
+            return self._manager.restore(self.step, args=self._ocp.args.Composite(**args))
+        except Exception as error:  # of whichever of its libraries notices it
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(
+                f"{self.path / str(self.step)}: this state cannot be read, it may be damaged: {reason}; start again in "
+                "another folder"
+            ) from error
 
     def save(self, state: Any, step: int) -> None:
         """Save the state, a pytree of arrays, after `step` steps."""
@@ -318,7 +328,7 @@ class RunStates:
         """The newest state, with the structure of `like` and on its devices."""
         if self.step is None:
             raise CheckpointError(f"{self.path}: no training state to resume from; start without resume")
-        args, run = self._ocp.args, self._saved_run()
+        run = self._saved_run()
         if different := sorted(
             f"{name} {run['settings'].get(name)!r}, now {self._settings.get(name)!r}"
             for name in {*run["settings"], *self._settings}
@@ -328,7 +338,7 @@ class RunStates:
         leaves, structure = jax.tree.flatten(like)
         if run["shapes"] != [list(leaf.shape) for leaf in leaves]:
             raise CheckpointError(f"{self.path}: belongs to a model of other sizes")
-        restored = self._manager.restore(self.step, args=args.Composite(state=args.StandardRestore(_named(leaves))))
+        restored = self._restored(state=self._ocp.args.StandardRestore(_named(leaves)))
         return jax.tree.unflatten(structure, [restored["state"][name] for name in _named(leaves)])
 
 
