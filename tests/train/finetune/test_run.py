@@ -14,7 +14,7 @@ from tests.support.tiny import CHAT_TEMPLATE, tiny_checkpoint, tiny_tokenizer
 from verax import LLM, LoRARequest, SamplingParams
 from verax.checkpoint import Checkpoint, save
 from verax.checkpoint.lora import Adapter
-from verax.errors import CheckpointError, InvalidParameterError
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import load_causal_lm
 from verax.text.step.program import AbstractModel
 from verax.text.tokens.tokenizer import Tokenizer
@@ -254,6 +254,14 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(data, tmp_path):
     base = tiny_checkpoint(tmp_path / "base", num_hidden_layers=1, vocab_size=300)
     tiny_tokenizer(base, vocab_size=320)
     with pytest.raises(CheckpointError, match=r"its tokenizer gives .* the number 3\d\d, and the model has 300 tokens"):
+        train_lora(base, data, tmp_path / "run", settings(), SMALL, show_progress=False)
+
+
+def test_a_loss_of_the_experts_balance_is_refused(data, tmp_path):
+    base = tiny_checkpoint(tmp_path / "base", num_hidden_layers=1)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
+    with pytest.raises(UnsupportedModelError, match="output_router_logits is not supported"):
         train_lora(base, data, tmp_path / "run", settings(), SMALL, show_progress=False)
 
 

@@ -61,6 +61,11 @@ class Job:
                 "or dequantize these (--dequantize)"
             )
         sizes = causal_lm(opened.config)[1]
+        if language_config(opened.config).get("output_router_logits"):
+            raise UnsupportedModelError(
+                f"{opened.folder}: output_router_logits is not supported: in transformers it adds a loss of the "
+                "experts' balance; set it to false in config.json to train without that loss"
+            )
         longest = sizes.max_position_embeddings
         self.max_length = max_length = settings.max_length or min(longest, DEFAULT_MAX_LENGTH)
         if max_length > longest:
