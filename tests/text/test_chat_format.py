@@ -4,6 +4,7 @@
 """
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -63,6 +64,8 @@ def test_mistrals_reasoning_stands_in_brackets():
         ("It is [THINK].", ("It is [THINK].", "", [])),
     ):
         assert read_cut(answer, form, None, prompt) == expected
+    assert "<[/THINK]>" in tool_grammar(form, None, prompt=prompt, form={"json_object": True})["grammar"]
+    form = replace(form, special_tokens=frozenset())
     grammar = tool_grammar(form, None, prompt=prompt, form={"json_object": True})
     for text in ("{}", "[THINK]a[/THINK]\n{}"):
         assert accepts(grammar, text)
@@ -124,6 +127,131 @@ def test_calls_of_one_answer_come_back_one_by_one_where_templates_take_one():
     assert render(template, told) == "?;rain a;rain!;wind ;wind!;"
     template = llama_cpp_source("models/templates/meta-llama-Llama-3.1-8B-Instruct.jinja").read_text()
     assert '"parameters": {}}<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"wind!"' in render(template, told)
+
+
+NAMED_CALLS = """{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{% for c in m.tool_calls or [] %}
+{%- if c.id | length != 9 %}{{ raise_exception('nine!') }}{% endif -%}
+[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"""
+LISTED_CALLS = """{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{% if m.tool_calls %}[TOOL_CALLS] [
+{%- for c in m.tool_calls %}{{ (c.function | tojson)[:-1] }}, "id": "{{ c.id }}"}{{ ", " if not loop.last }}
+{%- endfor %}]{% endif %};{% endfor %}"""
+WITHOUT_CALLS = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+GRANITE = "{{ 'Respond with <|tool_call|> followed by a JSON list.' if tools }}" + WITHOUT_CALLS
+HERMES = "{{ '<tool_call>{name, arguments}' if tools }}" + WITHOUT_CALLS
+PHI = "{% if messages[0].tools %}<|tool|>{{ messages[0].tools }}<|/tool|>{% endif %}" + WITHOUT_CALLS
+
+
+@pytest.mark.parametrize(
+    ("template", "syntax"),
+    [
+        (NAMED_CALLS, "mistral"),
+        (LISTED_CALLS, "mistral_json"),
+        (GRANITE, "granite"),
+        (PHI, "phi4_mini_json"),
+        (HERMES, "hermes"),
+        ("Mistral-Small-3.2-24B-Instruct-2506.jinja", "mistral"),
+        ("mistralai-Ministral-3-14B-Reasoning-2512.jinja", "mistral"),
+        ("mistralai-Mistral-Nemo-Instruct-2407.jinja", "mistral_json"),
+        ("ibm-granite-granite-3.3-2B-Instruct.jinja", "granite"),
+    ],
+)
+def test_calls_come_back_as_the_model_wrote_them(template, syntax):
+    if template.endswith(".jinja"):
+        template = llama_cpp_source(f"models/templates/{template}").read_text()
+    ends = {"bos_token": "<s>", "eos_token": "</s>"}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer = Tokenizer(backend, chat_templates={"default": template}, special_tokens=ends)
+    form = chat_format(tokenizer)
+    assert (form.tools, form.loses_calls) == (syntax, syntax not in ("mistral", "mistral_json"))
+    given = [{"type": "function", "function": {"description": "", **tool}} for tool in (WEATHER, CLOCK)]
+    arguments = {"city": "Oslo [x]", "days": 2}
+    called = [("weather", json.dumps(arguments)), ("clock", "{}")]
+    made = [
+        {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": text}}
+        for name, text in called
+    ]
+    results = [{"role": "tool", "tool_call_id": f"call_{name}", "content": f"{name}!"} for name, _ in called]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": made}, *results]
+    prompt = tokenizer.apply_chat_template(form.history(messages[:1], given), tools=given)
+    whole = tokenizer.apply_chat_template(form.history(messages, given), tools=given)
+    if syntax == "phi4_mini_json":
+        assert '<|tool|>[{"description": "", "name": "weather"' in prompt
+    shown = whole[next(i for i, (a, b) in enumerate(zip(prompt + "!", whole, strict=False)) if a != b) :]
+    answer = shown[: shown.rindex("weather!")]
+    assert [(name, json.loads(text)) for name, text in read_cut(answer, form, given)[2]] == [
+        ("weather", arguments),
+        ("clock", {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("syntax", "one", "two"),
+    [
+        ("mistral", "[TOOL_CALLS]clock[ARGS]{}", "[TOOL_CALLS]clock[ARGS]{}"),
+        ("mistral", '[TOOL_CALLS]weather[CALL_ID]abc123def[ARGS]{"city": "A"}', None),
+        ("mistral", '[TOOL_CALLS]weather{"city": "A"}', None),
+        ("mistral", '[TOOL_CALLS] [{"name": "clock", "arguments": {}}]', None),
+        ("mistral_json", '[TOOL_CALLS][{"name": "clock", "arguments": {}}', ', {"name": "clock", "arguments": {}}'),
+        ("granite", '<|tool_call|>[{"name": "clock", "arguments": {}}', ', {"name": "clock", "arguments": {}}'),
+        ("granite", '<tool_call>[{"arguments": {}, "name": "clock"}]', None),
+        ("phi4_mini_json", '<|tool_call|>[{"name": "clock", "arguments": {}}', ', {"name": "clock", "arguments": {}}'),
+        ("hermes", '<tool_call>\n{"name": "clock", "arguments": {}}\n', '{"name": "clock", "arguments": {}}\n'),
+        ("hermes", '<tool_call>\n[{"name": "clock"}', ', {"name": "clock"}'),
+    ],
+)
+def test_lists_of_calls_and_named_calls_are_read(syntax, one, two):
+    form = ChatFormat(syntax)
+    end = {"phi4_mini_json": "<|/tool_call|>", "hermes": "</tool_call>"}.get(syntax, "")
+    end = "]" * (one.count("[{") - one.count("]", one.find("[{"))) + end
+    for text, count in ((one + end, 1), (one + (two or "") + end, 1 + (two is not None))):
+        content, _, calls = read_cut(f"Well.\n{text}", form, tools())
+        assert (content, len(calls)) == ("Well.", count)
+        assert all(json.loads(arguments) in ({}, {"city": "A"}) for _, arguments in calls)
+    assert read_cut(f"{one}{end} So.", form, tools())[0] == "So."
+    other = one.replace("clock", "other").replace("weather", "other") + end
+    assert read_cut(other, form, tools()) == (other, "", [])
+
+
+@pytest.mark.parametrize("syntax", ["mistral", "mistral_json", "granite", "phi4_mini_json"])
+def test_grammars_of_lists_and_named_calls(syntax):
+    def call(name, **arguments):
+        if syntax == "mistral":
+            return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}"
+        return json.dumps({"name": name, "arguments": arguments})
+
+    def of(*calls):
+        if syntax == "mistral":
+            return "".join(calls)
+        opening = "[TOOL_CALLS]" if syntax == "mistral_json" else "<|tool_call|>"
+        return f"{opening}[{', '.join(calls)}]{'<|/tool_call|>' if syntax == 'phi4_mini_json' else ''}"
+
+    one, two = of(call("weather", city="A")), of(call("weather", city="A", days=2), call("clock"))
+    grammar = tool_grammar(ChatFormat(syntax), tools(), "required")
+    for text in (one, two):
+        assert accepts(grammar, text)
+        assert len(read_cut(text, ChatFormat(syntax), tools())[2]) == 1 + (text == two)
+    for text in ("Hello", of(call("weather", days=2)), of(call("other")), f"Well. {one}"):
+        assert not accepts(grammar, text)
+    assert not accepts(tool_grammar(ChatFormat(syntax), tools(), "required", False), two)
+    strict = tool_grammar(ChatFormat(syntax), tools(strict=True))
+    assert accepts(strict, f"Well. {two}")
+    assert accepts(strict, "Hello.")
+    assert not accepts(strict, f"Well. {of(call('weather', days=2))}")
+
+
+def test_a_demanded_call_has_mistrals_special_tokens():
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["</s>", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"])
+    tokenizer = Tokenizer(backend, chat_templates={"default": NAMED_CALLS + "{# [THINK] #}"})
+    grammar = StructuredOutputs.from_value(tool_grammar(chat_format(tokenizer), tools(), "required"))
+    compiler = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=[256])
+    for thought in ("", "[THINK]Now.[/THINK]"):
+        tokens = tokenizer.encode(thought + '[TOOL_CALLS]weather[ARGS]{"city": "A"}', add_special_tokens=False)
+        assert {257, 258} <= set(tokens)
+        assert compiler.compile(grammar).matcher().num_allowed(tokens) == len(tokens)
 
 
 TURN = "<|im_start|>assistant\n"

@@ -308,7 +308,8 @@ async def run_chat(
 async def render_chat(server: Server, request: ChatRequest) -> str:
     """Prompt of a chat, by the checkpoint's template."""
     form = server.chat_format
-    messages, tools = form.history(template_messages(request.messages)), form.functions(_tools(request))
+    tools = form.functions(_tools(request))
+    messages = form.history(template_messages(request.messages), tools)
     return await server.engine.render(messages, tools=tools, **template_options(request))
 
 

@@ -6,6 +6,7 @@ content and tool calls as it streams, each part as soon as it is certain.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -22,12 +23,16 @@ from verax.text.features.tool_calls import (
     CLOSE_REASONING,
     CLOSE_THINK,
     CLOSE_THOUGHT,
+    MISTRAL_ARGS,
+    MISTRAL_CALL,
+    MISTRAL_ID,
     OPEN_REASONING,
     OPEN_THINK,
     OPEN_THOUGHT,
     AnswerParser,
     Function,
     JsonCallReader,
+    MistralCallReader,
     XmlCallReader,
     function_tag,
     one_call_each,
@@ -36,15 +41,33 @@ from verax.text.features.tool_calls import (
 from verax.text.tokens.tokenizer import Tokenizer
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
+OPEN_LIST, CLOSE_LIST = "<|tool_call|>", "<|/tool_call|>"
+
+_LISTS = {"granite": (OPEN_LIST, ""), "phi4_mini_json": (OPEN_LIST, CLOSE_LIST), "mistral_json": (MISTRAL_CALL, "")}
+"""Tags around a list of calls, of the syntaxes that have one."""
+
 _CALL_TAGS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("hermes", "qwen3_coder"), (OPEN_CALL, CLOSE_CALL)),
     "gemma4": (gemma_calls.OPEN_CALL, gemma_calls.CLOSE_CALL),
+    "mistral": (MISTRAL_CALL, ""),
+    **_LISTS,
 }
-"""Tags around a call, of the syntaxes that have them."""
+"""Tags around a call or a list of calls, of the syntaxes that have them."""
 
 PYTHON_TAG = "<|python_tag|>"
 
-ToolSyntax = Literal["hermes", "qwen3_coder", "llama3_json", "gemma4", "harmony", "none"]
+ToolSyntax = Literal[
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "gemma4",
+    "harmony",
+    "mistral",
+    "mistral_json",
+    "granite",
+    "phi4_mini_json",
+    "none",
+]
 """Syntax of tool calls, by vLLM's names of its parsers:
 
 - hermes: JSON in `<tool_call>` (Hermes, Qwen2.5, Qwen3), or an answer that is JSON (Qwen2.5-Coder);
@@ -52,6 +75,10 @@ ToolSyntax = Literal["hermes", "qwen3_coder", "llama3_json", "gemma4", "harmony"
 - llama3_json: an answer that is JSON (Llama 3.1 and later);
 - gemma4: a syntax of its own in `<|tool_call>` (Gemma 4), see `verax.text.features.gemma_calls`;
 - harmony: messages to a function in a format with channels (gpt-oss), see `verax.text.features.harmony`;
+- mistral: a name and JSON after `[TOOL_CALLS]` (Mistral Small 3.2, Ministral 3, Devstral);
+- mistral_json: a list of JSON after `[TOOL_CALLS]` (Mistral 7B, Nemo, Small 3.1);
+- granite: a list of JSON after `<|tool_call|>` (Granite 3);
+- phi4_mini_json: a list of JSON in `<|tool_call|>` (Phi-4-mini);
 - none: the template has no tool calls. An answer can still be one, as with llama3_json: a grammar can demand it.
 """
 
@@ -64,7 +91,7 @@ ReasoningState = Literal["none", "open", "inside", "over"]
 - over: the prompt has closed it.
 """
 
-CallReader = JsonCallReader | XmlCallReader | GemmaCallReader
+CallReader = JsonCallReader | XmlCallReader | GemmaCallReader | MistralCallReader
 
 _LLAMA = re.compile(r'\{"name":.*"parameters":', re.DOTALL)
 
@@ -86,6 +113,8 @@ class ChatFormat:
     """True if the tags of the reasoning are Mistral's."""
     alternates: bool = False
     """True if the template refuses two messages of the user in a row."""
+    loses_calls: bool = False
+    """True if the template leaves out the calls of earlier answers."""
 
     @property
     def reasoning_tags(self) -> tuple[str, str]:
@@ -114,10 +143,12 @@ class ChatFormat:
             return "open"
         return "inside" if opened > closed else "over"
 
-    def history(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def history(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Sequence[Mapping[str, Any]]:
         """Messages of a conversation in a form that the template takes, so that each answer can come back.
 
-        `messages`: with texts as contents of the system's.
+        `messages`: with texts as contents of the system's. `tools`: functions that the model may call.
         """
         instructions = [message["content"] for message in messages if message["role"] == "system"]
         if self.instructions_first and instructions:
@@ -125,9 +156,38 @@ class ChatFormat:
             messages = [{"role": "system", "content": "\n".join(instructions)}, *others]
         if self.alternates:
             messages = _joined_by_role(messages)
+        if self.tools == "phi4_mini_json" and tools:
+            # Its template reads them as a text of the first message, which has to be the system's.
+            first = messages[0] if messages[0]["role"] == "system" else {"role": "system", "content": ""}
+            functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+            messages = [{**first, "tools": functions}, *(messages[1:] if first is messages[0] else messages)]
+        if self.tools in ("granite", "phi4_mini_json"):
+            roles = {"tool": "tool_response"}  # the name that the models know, which their templates write as it is
+            messages = [{**message, "role": roles.get(message["role"], message["role"])} for message in messages]
+        if self.loses_calls and self.tools in _CALL_TAGS:
+            messages = [self._calls_as_text(message) for message in messages]
+        if self.tools in ("mistral", "mistral_json"):
+            messages = [_with_short_ids(message) for message in messages]
         if self.tools == "harmony":
             messages = harmony.history(messages)
         return one_call_each(messages) if self.tools in ("harmony", "llama3_json") else messages
+
+    def _calls_as_text(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message whose calls are a part of its text, as the model wrote them."""
+        calls = []
+        for call in message.get("tool_calls") or ():
+            given = call["function"].get("arguments") or {}
+            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            calls.append(f'{{"name": {json.dumps(call["function"]["name"])}, "arguments": {arguments}}}')
+        if not calls:
+            return message
+        opening, closing = _CALL_TAGS[self.tools]
+        if self.tools in _LISTS:
+            text = f"{opening}[{', '.join(calls)}]{closing}"
+        else:
+            text = "\n".join(f"{opening}\n{call}\n{closing}" for call in calls)
+        others = {name: value for name, value in message.items() if name != "tool_calls"}
+        return {**others, "content": f"{message.get('content') or ''}{text}"}
 
     def functions(self, tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
         """Functions that the model may call, in OpenAI's form, as the template takes them."""
@@ -150,6 +210,7 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
     special = {token for number in tokenizer.special_token_ids if (token := tokenizer.token(number))}
     in_vocabulary = all(tokenizer.token_id(tag) is not None for tag in (OPEN_REASONING, CLOSE_REASONING))
     tags = {OPEN_REASONING, CLOSE_REASONING, OPEN_CALL, CLOSE_CALL, PYTHON_TAG, *harmony.TAGS}
+    tags |= {OPEN_LIST, CLOSE_LIST, MISTRAL_CALL, MISTRAL_ARGS, MISTRAL_ID}
     tags |= {
         OPEN_THINK,
         CLOSE_THINK,
@@ -168,12 +229,20 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
         instructions_first=bool(template)
         and "text 3" not in _written(tokenizer, "system", "user", "assistant", "system", "user"),
         alternates="text 0" in _written(tokenizer, "user") and not _written(tokenizer, "user", "user"),
+        loses_calls="text 0" in (called := _written(tokenizer, "user", "call")) and "text 1" not in called,
     )
 
 
 def _written(tokenizer: Tokenizer, *roles: str) -> str:
-    """Prompt of a conversation with these roles, whose texts are "text 0" and so on; empty if it is refused."""
-    conversation = [{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)]
+    """Prompt of a conversation with these roles, whose texts are "text 0" and so on; empty if it is refused.
+
+    The role "call" is an answer that calls a function of that name.
+    """
+    conversation: list[dict[str, Any]] = [{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)]
+    for i, message in enumerate(conversation):
+        if message["role"] == "call":
+            call = {"id": "000000000", "type": "function", "function": {"name": f"text {i}", "arguments": {}}}
+            message |= {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
         return tokenizer.apply_chat_template(conversation)
     except TemplateError:
@@ -192,6 +261,18 @@ def _joined_by_role(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
     return joined
 
 
+def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with ids of nine letters and digits, as Mistral's templates want, in the place of others."""
+
+    def short(given: Any) -> Any:
+        fits = not isinstance(given, str) or (len(given) == 9 and given.isascii() and given.isalnum())
+        return given if fits else hashlib.sha256(given.encode()).hexdigest()[:9]
+
+    if message.get("tool_calls"):
+        return {**message, "tool_calls": [{**call, "id": short(call.get("id"))} for call in message["tool_calls"]]}
+    return {**message, "tool_call_id": short(message["tool_call_id"])} if "tool_call_id" in message else message
+
+
 def _reasons(tools: ToolSyntax, template: str, in_vocabulary: bool) -> bool:
     """True if a model reasons. `in_vocabulary`: True if its tokenizer has the tags `<think>` and `</think>`."""
     if tools in ("harmony", "gemma4"):
@@ -204,6 +285,10 @@ def _tool_syntax(template: str) -> ToolSyntax:
         return "harmony"
     if f"{gemma_calls.OPEN_CALL}call:" in template:
         return "gemma4"
+    if MISTRAL_CALL in template:
+        return "mistral_json" if re.search(re.escape(MISTRAL_CALL) + r" ?\[", template) else "mistral"
+    if OPEN_LIST in template or "<|/tool|>" in template:
+        return "phi4_mini_json" if "<|/tool|>" in template else "granite"
     plain = template.replace('\\"', '"')
     if OPEN_CALL in plain and "<function=" in plain and "<parameter=" in plain:
         return "qwen3_coder"
@@ -356,6 +441,12 @@ def _calls_of(
             return lambda tag: XmlCallReader(functions, tag), (OPEN_CALL, *map(function_tag, functions))
         case "gemma4":
             return lambda tag: GemmaCallReader(functions), (gemma_calls.OPEN_CALL,)
+        case "mistral" | "mistral_json":
+            return lambda tag: MistralCallReader(functions), (MISTRAL_CALL,)
+        case "granite" | "phi4_mini_json":
+            # Granite 3 writes the tag as text now and then.
+            closing = CLOSE_LIST if template.tools == "phi4_mini_json" else None
+            return lambda tag: JsonCallReader(functions, closing), (OPEN_LIST, OPEN_CALL)
         case _:
             return lambda tag: JsonCallReader(functions), ()
 
@@ -416,15 +507,15 @@ class _Lark:
 
     def __init__(self, template: ChatFormat, functions: Mapping[str, Function], *, strict_only: bool):
         """Write the rules of calls of some functions. With `strict_only` the others take any arguments."""
-        # Lark has names for tokens in angle brackets alone: others are text, which leaves the model no such token.
-        self._special = frozenset(token for token in template.special_tokens if token.startswith("<"))
+        self._special = template.special_tokens
         self._call_tags = _CALL_TAGS.get(template.tools)
-        self._break = "" if template.tools == "gemma4" else '"\\n" '
+        self._in_list = template.tools in _LISTS
+        self._break = '"\\n" ' if template.tools in ("hermes", "qwen3_coder") else ""
         self._reasoning_tags = template.reasoning_tags
         self._rules: dict[str, str] = {}
-        writers = {"qwen3_coder": self._xml, "harmony": self._harmony, "gemma4": self._gemma}
+        writers = {"qwen3_coder": self._xml, "harmony": self._harmony, "gemma4": self._gemma, "mistral": self._mistral}
         write = writers.get(template.tools, self._json)
-        key = "arguments" if template.tools == "hermes" else "parameters"
+        key = "arguments" if template.tools == "hermes" or self._in_list else "parameters"
         for i, function in enumerate(functions.values()):
             self._rules[f"function_{i}"] = write(i, function, key, any_arguments=strict_only and not function.strict)
         if functions:
@@ -449,6 +540,10 @@ class _Lark:
         if self._call_tags is None:
             return 'function ("; " function)*' if parallel else "function"
         opening, closing = map(self.tag, self._call_tags)
+        if self._in_list:
+            more = ' (", " function)*' if parallel else ""
+            self._rules["inner"] = f'"[" function{more} "]" {closing}'
+            return f"{opening} inner"
         self._rules["inner"] = f"{self._break}function {self._break}{closing}"
         return f"{opening} inner ({self._break}{opening} inner)*" if parallel else f"{opening} inner"
 
@@ -459,7 +554,7 @@ class _Lark:
             return f"{self.calls(parallel)} | text"
         self._rules["text"] = _ANY_TEXT
         before = self.up_to(self._call_tags[0])
-        return f"({before} inner)* text" if parallel else f"{before} inner | text"
+        return f"({before} inner)* text" if parallel and not self._in_list else f"{before} inner | text"
 
     def reasoning_before(self, body: str) -> str:
         """Body that begins with the model's reasoning, if the model likes."""
@@ -479,6 +574,10 @@ class _Lark:
     def _harmony(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
         """A function's call as a message to it."""
         return harmony.call_rule(function.name, self._arguments(number, function, any_arguments), self.tag)
+
+    def _mistral(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
+        """A function's call as its name and JSON."""
+        return f"{literal(function.name)} {self.tag(MISTRAL_ARGS)} {self._arguments(number, function, any_arguments)}"
 
     def _gemma(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
         """A function's call in Gemma's syntax."""
@@ -538,13 +637,15 @@ class _Lark:
         return f"{rule} {literal(_END_VALUE)}"
 
     def tag(self, tag: str) -> str:
-        """A tag: a special token by its name, or text."""
-        return tag if tag in self._special else literal(tag)
+        """A tag: a special token by its name, which Lark has in angle brackets, or text."""
+        if tag not in self._special:
+            return literal(tag)
+        return tag if tag.startswith("<") else f"<{tag}>"
 
     def up_to(self, tag: str) -> str:
         """Text up to the first such tag, and the tag."""
         if tag in self._special:
-            return f"{_ANY_TEXT} {tag}"
+            return f"{_ANY_TEXT} {self.tag(tag)}"
         name = "up_to_" + "".join(f"{ord(letter):x}" for letter in tag)
         self._rules[f"{name}[lazy]"] = _ANY_TEXT[:-1] + re.escape(tag).replace("/", r"\/") + "/"
         return name

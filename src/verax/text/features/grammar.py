@@ -164,6 +164,11 @@ class _Vocabulary:
             name: token for token, name in named.items() if name[:1] == "<" and token not in eos_token_ids
         }
         """Tokens in angle brackets that are text, by their names."""
+        in_brackets = {token: tokenizer.token(token) or "" for token in special & tokenizer.special_token_ids}
+        self.named_tokens = self.text_tokens | {
+            f"<{name}>": token for token, name in in_brackets.items() if name[:1] == "["
+        }
+        """Tokens by names that the library does not know; `<[X]>` is a special `[X]`."""
         self._special = special.difference(self.text_tokens.values())
         self.eos_token_id = eos_token_ids[0]
         self.special_token_ids = sorted(self._special)
@@ -184,7 +189,7 @@ class GrammarCompiler:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._vocabulary: Any = None
-        self._text_tokens: Mapping[str, int] = {}
+        self._named_tokens: Mapping[str, int] = {}
         self._compiled: OrderedDict[StructuredOutputs, Any] = OrderedDict()
         self._compiling = threading.BoundedSemaphore(MAX_COMPILING)
 
@@ -210,7 +215,7 @@ class GrammarCompiler:
         library = require_optional("llguidance")
         try:
             vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
-            self._text_tokens = vocabulary.text_tokens
+            self._named_tokens = vocabulary.named_tokens
             return library.LLTokenizer(library.TokenizerWrapper(vocabulary), eos_token=self._eos_token_ids)
         except ValueError as error:
             raise InvalidParameterError(
@@ -225,7 +230,7 @@ class GrammarCompiler:
 
         def run() -> None:
             try:
-                compiled.set_result(_compile(wanted, self._vocabulary, self._vocab_size, self._text_tokens))
+                compiled.set_result(_compile(wanted, self._vocabulary, self._vocab_size, self._named_tokens))
             except BaseException as error:  # a panic of the library is not an Exception
                 compiled.set_exception(error)
             finally:
@@ -246,11 +251,11 @@ class GrammarCompiler:
             raise _refused(wanted, f"it takes more than {COMPILE_SECONDS:g} s to compile; give a simpler one") from None
 
 
-def _compile(wanted: StructuredOutputs, vocabulary: Any, vocab_size: int, text_tokens: Mapping[str, int]) -> Any:
+def _compile(wanted: StructuredOutputs, vocabulary: Any, vocab_size: int, named_tokens: Mapping[str, int]) -> Any:
     library = require_optional("llguidance")
     try:
         limits = library.LLParserLimits(**_LIMITS)
-        matcher = library.LLMatcher(vocabulary, _source(wanted, text_tokens), log_level=0, limits=limits)
+        matcher = library.LLMatcher(vocabulary, _source(wanted, named_tokens), log_level=0, limits=limits)
     except BaseException as error:  # GBNF that is not valid, or a panic of the library
         raise _refused(wanted, str(error)) from error
     # The first mask is the slowest by far: the automaton of the tokens is built with it.
@@ -268,10 +273,10 @@ def _fill(matcher: Any, mask: Int[np.ndarray, "w"]) -> None:
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
 
-def _source(wanted: StructuredOutputs, text_tokens: Mapping[str, int]) -> str:
+def _source(wanted: StructuredOutputs, named_tokens: Mapping[str, int]) -> str:
     """The form in llguidance's own notation.
 
-    `text_tokens`: tokens that a grammar can name and that are not special.
+    `named_tokens`: tokens by the names that a grammar can have for them, where the library has none.
     """
     matcher = require_optional("llguidance").LLMatcher
     if wanted.regex is not None:
@@ -280,7 +285,7 @@ def _source(wanted: StructuredOutputs, text_tokens: Mapping[str, int]) -> str:
         return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in wanted.choice))
     if wanted.grammar is not None:
         text = wanted.grammar.removeprefix("\ufeff")
-        return matcher.grammar_from_lark(lark_of_gbnf(text) if is_gbnf(text) else _numbered(text, text_tokens))
+        return matcher.grammar_from_lark(lark_of_gbnf(text) if is_gbnf(text) else _numbered(text, named_tokens))
     schema = {"type": "object"} if wanted.json is None else json.loads(str(wanted.json))
     rules: dict[str, str] = {}
     body = schema_rule(schema, JSON_OPTIONS, rules)

@@ -1,7 +1,8 @@
 """Tool calls in a growing text: parts of an answer, the functions that a request offers, a reader of each syntax.
 
-JSON objects are the calls of Hermes and Qwen (`{"name": ..., "arguments": {...}}`) and of Llama 3 (`parameters`).
-Qwen3-Coder and Qwen3.5 write `<function=name>` with a `<parameter=key>` for each argument.
+JSON objects are the calls of Hermes and Qwen (`{"name": ..., "arguments": {...}}`) and of Llama 3 (`parameters`), lists
+of them those of Granite 3, Phi-4-mini and Mistral, whose later models write `NAME[ARGS]{...}`. Qwen3-Coder and Qwen3.5
+write `<function=name>` with a `<parameter=key>` for each argument.
 
 A reader is a generator: it yields where it needs more text, and returns whether the text is a call. It decides that
 once. Until then the text is held back, to be given back; from then on the call stands, and its arguments stream.
@@ -384,7 +385,7 @@ class AnswerParser:
 
 
 class JsonCallReader:
-    """Reader of one call as a JSON object.
+    """Reader of a call as a JSON object, or of several: in a list, or one after the other up to a closing tag.
 
     The text is a call
 
@@ -395,12 +396,33 @@ class JsonCallReader:
     """
 
     def __init__(self, names: Collection[str], close: str | None = None) -> None:
-        """Read a call of one of the functions `names`, which ends with the tag `close`."""
+        """Read calls of the functions `names`, which end with the tag `close`."""
         self._names = names
         self._tags = () if close is None else (close,)
 
     def read(self, source: GrowingText, calls: CallSink) -> Generator[None, None, bool]:
-        """Read the object and the tag after it into the sink. True if it is a call; if not, the sink is unchanged."""
+        """Read the calls and the tag after them into the sink. True for a first call; if not, the sink is unchanged."""
+        ends = self._tags
+        if (yield from source.expect(("[",))):
+            ends = ("]",)
+        whole = yield from self._object(source, calls)
+        if whole is None:
+            return False
+        while whole and ends:
+            source.mark = source.at
+            tag = yield from source.expect(("{", *ends), _BEFORE_CLOSE)
+            if tag == "{":
+                source.at -= 1
+                whole = yield from self._object(source, calls)
+                source.at = source.at if whole is not None else source.mark
+            elif tag == "":
+                source.at = len(source.text)
+            ends = self._tags if tag == "]" else ends if tag == "{" else ()
+        source.mark = None
+        return True
+
+    def _object(self, source: GrowingText, calls: CallSink) -> Generator[None, None, bool | None]:
+        """Read a call. None, with nothing given to the sink, if it is not one; False if its arguments are not JSON."""
         scanner = JsonScanner(repairs_from=2)  # in arguments
         before: list[str] = []
         is_call = in_arguments = False
@@ -418,17 +440,15 @@ class JsonCallReader:
             elif not is_call:
                 before.append(scanner.written)
                 if self._refutes(scanner, before):
-                    return False
+                    return None
                 is_call = in_arguments = self._opens(scanner, before, calls)
                 source.mark = None if is_call else source.mark
         if not is_call and not (scanner.complete and self._whole("".join(before), calls)):
-            return False
+            return None
         source.mark = None
         if in_arguments:
             yield from source.up_to(self._tags, calls.add)
-        elif self._tags:
-            yield from source.end(self._tags, _BEFORE_CLOSE)
-        return True
+        return not in_arguments
 
     def _refutes(self, scanner: JsonScanner, before: Sequence[str]) -> bool:
         """True if the string that has just ended is a key that no call has, or the name of no function."""
@@ -462,6 +482,52 @@ class JsonCallReader:
             return False
         calls.start(call["name"])
         calls.add(written)
+        return True
+
+
+MISTRAL_CALL, MISTRAL_ARGS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+"""Tags of Mistral's calls: before a call or a list of them, before its arguments, and before its id if it has one."""
+
+
+class MistralCallReader:
+    """Reader of the calls after `[TOOL_CALLS]`: JSON objects, as older models write, or one call as `NAME[ARGS]{...}`.
+
+    Between name and arguments there may be `[CALL_ID]` with an id, or no tag at all. The text is a call once the name
+    of a known function and the tag after it were read. Arguments stream as they arrive, JSON or not.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        """Read calls of the functions `names`."""
+        self._names = names
+        self._openings = {f"{name}{tag}": name for name in names for tag in (MISTRAL_ARGS, MISTRAL_ID, "{")}
+
+    def read(self, source: GrowingText, calls: CallSink) -> Generator[None, None, bool]:
+        """Read the calls into the sink. True for a first call; if not, the sink is unchanged."""
+        opening = yield from source.expect((*self._openings, "[", "{"))
+        if opening in ("[", "{"):
+            source.at -= 1
+            return (yield from JsonCallReader(self._names).read(source, calls))
+        if not opening:
+            return False
+        calls.start(self._openings[opening])
+        if opening.endswith(MISTRAL_ID):
+            yield from source.up_to((MISTRAL_ARGS,), lambda text: None)
+        source.at -= opening.endswith("{")
+        source.mark = None
+        scanner, is_json = JsonScanner(), True
+        while is_json and not scanner.complete:
+            end = scanner.read(source.text, source.at, final=source.final)
+            is_json = end is not None and not (end == source.at and source.final)
+            if end == source.at and is_json:
+                yield
+            elif is_json:
+                assert end is not None
+                source.at = end
+                calls.add(scanner.written)
+        if not is_json and (yield from source.up_to((MISTRAL_CALL,), calls.add)):
+            assert source.mark is not None
+            source.at = source.mark
+        source.mark = None
         return True
 
 
