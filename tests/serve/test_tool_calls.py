@@ -6,6 +6,7 @@ tests/text/test_chat_format.py has the other syntaxes of calls.
 
 import asyncio
 import json
+from contextlib import contextmanager
 
 import pytest
 
@@ -37,24 +38,28 @@ BODY = {"messages": USER, "tools": TOOLS, "max_tokens": 200, "temperature": 1.0,
 NAMED = {"type": "function", "function": {"name": "wind"}}
 
 
-@pytest.fixture(scope="module")
-def api(tmp_path_factory):
-    """Server of a model whose template has calls."""
-    folder = tiny_checkpoint(tmp_path_factory.mktemp("tools") / "tiny", chat_template=TEMPLATES["hermes"])
+@contextmanager
+def serving(folder, template):
+    """Server of a model with a chat template."""
+    tiny_checkpoint(folder, chat_template=template)
     sizes = {"max_model_len": 384, "max_num_seqs": 1, "max_num_batched_tokens": 32, "block_size": 32}
     engine = AsyncLLM.from_llm(LLM(folder, dtype="float32", use_tqdm=False, structured_outputs=True, **sizes))
     yield Api(create_app(Server(llm=engine)))
     asyncio.run(engine.shutdown())
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory):
+    """Server of a model whose template has calls."""
+    with serving(tmp_path_factory.mktemp("tools") / "tiny", TEMPLATES["hermes"]) as api:
+        yield api
 
 
 @pytest.fixture(scope="module")
 def harmony_api(tmp_path_factory):
     """Server of a model whose template has gpt-oss' channels."""
-    folder = tiny_checkpoint(tmp_path_factory.mktemp("harmony") / "tiny", chat_template=HARMONY)
-    sizes = {"max_model_len": 384, "max_num_seqs": 1, "max_num_batched_tokens": 32, "block_size": 32}
-    engine = AsyncLLM.from_llm(LLM(folder, dtype="float32", use_tqdm=False, structured_outputs=True, **sizes))
-    yield Api(create_app(Server(llm=engine)))
-    asyncio.run(engine.shutdown())
+    with serving(tmp_path_factory.mktemp("harmony") / "tiny", HARMONY) as api:
+        yield api
 
 
 def answer(api, **fields):
@@ -121,6 +126,13 @@ def test_an_answer_of_gpt_oss_comes_back_as_its_template_reads_it(harmony_api):
     answer = {"role": "assistant", "content": "I look.", "reasoning_content": "Where?", "tool_calls": [call]}
     prompt = prompt_of(harmony_api, [*USER, answer, {"role": "tool", "tool_call_id": "a", "content": "5 mm"}])
     assert "assistant<|message|>Where?\nI look.<|end|><|start|>tool<|message|>5 mm<|end|>" in prompt
+
+
+def test_arguments_that_a_model_leaves_out_are_an_empty_object(tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}[TOOL_CALLS]{% endfor %}{% endfor %}"
+    with serving(tmp_path / "tiny", template) as api:
+        said = {"structured_outputs": {"choice": ["[TOOL_CALLS]rain[ARGS]"]}}
+        assert answer(api, **said) == (None, [("rain", {})], "tool_calls")
 
 
 def test_gpt_oss_has_no_other_efforts_than_it_was_trained_with(harmony_api):

@@ -51,6 +51,14 @@ CITY = '{"city": "Oslo"}'
         ("<|channel|>analysis<|message|>Cut sho", ("", "Cut sho", [])),
         (THOUGHT + TURN + "<|channel|>fin", ("", "Which <city>?\nOslo.", [])),
         ("Hello < there", ("Hello < there", "", [])),
+        (THOUGHT + "\nHi < you.", ("Hi < you.", "Which <city>?\nOslo.", [])),
+        (THOUGHT + "Hm. " + TURN + FINAL, ("Hm.\nIt rains: a < b.", "Which <city>?\nOslo.", [])),
+        (FINAL + "<|end|>So.", ("It rains: a < b.\nSo.", "", [])),
+        (
+            THOUGHT + f"assistant to=functions.weather<|channel|>commentary<|message|>{CITY}",
+            ("", "Which <city>?\nOslo.", [("weather", CITY)]),
+        ),
+        (CALL.replace("functions.", ""), ("", "", [("weather", CITY)])),
     ],
 )
 def test_channels_become_reasoning_content_and_calls_however_the_text_arrives(answer, expected):

@@ -31,7 +31,7 @@ from verax.serve.text.sampling import GenerationRequest, form_error
 from verax.text.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from verax.text.engine.request import Prompt
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.features.tool_calls import AnswerParser, Delta, WholeAnswer, join
+from verax.text.features.tool_calls import AnswerParser, Delta, ToolCallDelta, WholeAnswer, join
 from verax.text.tokens.tokenizer import Tokenizer
 
 SYSTEM_FINGERPRINT = f"verax-{version('verax')}"
@@ -143,8 +143,10 @@ class _Sample:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     has_calls: bool = False
+    call: int = 0
+    """Number of the last call."""
     arguments: str = ""
-    """Arguments of the last call so far."""
+    """Its arguments so far."""
 
 
 class Run:
@@ -303,10 +305,13 @@ class Run:
             deltas.append(sample.parser.finish())
         for delta in filter(None, deltas):
             for call in delta.tool_calls:
-                sample.has_calls = True
+                sample.has_calls, sample.call = True, call.index
                 sample.arguments = call.arguments if call.id is not None else sample.arguments + call.arguments
             sample.reasoning.append(delta.reasoning)
             yield self._event(index, delta)
+        if reason == "stop" and part.stop_reason is None and sample.has_calls and not sample.arguments.strip():
+            sample.arguments = "{}"  # which models leave out where there are none
+            yield self._event(index, Delta(tool_calls=(ToolCallDelta(sample.call, arguments="{}"),)))
         if reason is not None:
             # A stop string within a call cuts it, as max_tokens does.
             whole = not isinstance(part.stop_reason, str) or _is_json(sample.arguments)

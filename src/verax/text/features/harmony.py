@@ -33,6 +33,8 @@ _ENDS = (END, RETURN, CALL, START, CHANNEL)
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")
+_HEADER = re.compile(r"\s*(assistant)?(\s*to=\S+)?\s*")
+"""Text between messages that belongs to the next one's header, whose beginning models forget now and then."""
 
 
 def history(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -49,8 +51,8 @@ def history(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 class HarmonyParser(AnswerParser):
     """Parser of one answer in messages.
 
-    A call of a function that is not known is content, as it was written. So is an answer without any tag. A header that
-    the answer ends in is dropped.
+    A call of a function that is not known is content, as it was written. So is an answer without any tag, and text
+    between messages. A header that the answer ends in is dropped.
     """
 
     def __init__(self, functions: Collection[str] = (), *, prompt: str = "", reasoning: bool = True):
@@ -73,10 +75,15 @@ class HarmonyParser(AnswerParser):
         tag: str | None = END if any(end in rest for end in (END, RETURN, CALL)) else None
         while True:
             if tag in (END, RETURN, CALL):
-                # Models forget the beginning of a message now and then, too.
-                tag = yield from self._source.up_to((START, CHANNEL), lambda text: None)
+                between: list[str] = []
+                tag = yield from self._source.up_to((START, CHANNEL), between.append, str)
+                before = "".join(between)
+                if not _HEADER.fullmatch(before):
+                    self._put(("\n" if False in self._begun else "") + before.strip(), reasoning=False)
+                    before = ""
                 if tag is None:
                     return
+                tag = before + tag if tag == CHANNEL else tag
             if tag is not None or not in_body:
                 pieces = [tag or header]
                 if (yield from self._source.up_to((MESSAGE,), pieces.append, str)) is None:
@@ -95,7 +102,7 @@ class HarmonyParser(AnswerParser):
         """Read a message after its header, and the tag that ends it."""
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         name = recipient[1].removeprefix(FUNCTIONS) if recipient else ""
-        if recipient is not None and recipient[1] == FUNCTIONS + name and name in self._functions:
+        if name in self._functions:
             self._calls.start(name)
             return (yield from self._source.up_to(_ENDS, self._calls.add, str))
         reasoning = self._reasons and recipient is None and channel is not None and channel[1] == "analysis"
