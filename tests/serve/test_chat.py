@@ -120,6 +120,10 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": None}}
             {"role": "assistant", "function_call": CALL["function"]},
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
         ),
+        (
+            {"role": "assistant", "content": "a", "tool_calls": [{**CALL, "id": None, "type": None}]},
+            {"role": "assistant", "content": "a", "tool_calls": [CALL]},
+        ),
         ({"role": "function", "name": "f", "content": "1"}, {"role": "tool", "name": "f", "content": "1"}),
         (
             {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]},
@@ -216,6 +220,12 @@ def test_prompt_logprobs_are_for_whole_answers(api):
         *named("web_search_options", {}),
         *named("modalities", ["text", "audio"]),
         *named("max_new_tokens", 8),
+        *named("extra_body", {"chat_template_kwargs": {"enable_thinking": False}}),
+        *named("repetition_detection", {"max_pattern_size": 4, "min_count": 3}),
+        *named("reasoning_budget_tokens", 0, 64),
+        *named("parse_tool_calls", False),
+        *named("guidance_scale", 1.5),
+        *named("cache_salt", "mine"),
         *named("regex", "a+"),
         *named("lora", [{"id": 0, "scale": 1}]),
         *named("options", {"num_predict": 8}),
@@ -239,5 +249,6 @@ def test_streams_outlive_their_connection_only_where_the_page_can_resume_them(ap
 
 def test_fields_without_a_meaning_here_are_accepted(api):
     absent = {"bad_words": [], "priority": 0, "mirostat": 0, "typical_p": 1.0, "top_n_sigma": -1, "do_sample": True}
-    absent |= {"include_reasoning": True, "modalities": ["text"], "reasoning_format": "auto"}
+    absent |= {"include_reasoning": True, "modalities": ["text"], "reasoning_format": "auto", "extra_body": {}}
+    absent |= {"guidance_scale": 1, "parse_tool_calls": True, "reasoning_budget_tokens": -1, "smoothing_factor": 0.0}
     api.ok(PATH, {**BODY, **absent, "store": True, "metadata": {"a": "b"}, "service_tier": "auto"})

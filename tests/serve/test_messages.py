@@ -1,5 +1,7 @@
 """`/v1/messages`: Anthropic's requests as chats, answers as blocks, streams that equal whole answers, errors."""
 
+import json
+
 import pytest
 
 from tests.support.chat_run import ScriptedRun, call, running, scripted
@@ -139,6 +141,18 @@ def test_what_coding_agents_send_is_taken(api):
     result = chat(**asked)
     assert [message.role for message in result.messages] == ["system", "user", "assistant", "user"]
     assert (result.messages[0].content, result.messages[2].content) == ("Be brief.\nBe kind.", "B")
+
+
+@pytest.mark.parametrize(
+    "system", ["{}\nBe brief.", [{"type": "text", "text": "{}"}, {"type": "text", "text": "Be brief."}]]
+)
+def test_a_header_that_differs_in_each_request_is_not_a_part_of_the_prompt(system):
+    line = "x-anthropic-billing-header: cc_version=2.1.37; cc_entrypoint=cli; cch=a1b2c;"
+    given = json.loads(json.dumps(system).replace("{}", line))
+    assert chat(system=given).messages[0].content == "Be brief."
+    assert [message.role for message in chat(system=line).messages] == ["user"]
+    quoted = [{"role": "user", "content": line}]
+    assert chat(messages=quoted).messages[0].content == line
 
 
 def test_fields_become_those_of_a_chat():

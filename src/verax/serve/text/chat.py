@@ -56,7 +56,7 @@ class ToolCallInput(msgspec.Struct, kw_only=True):
 
     function: FunctionCall
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
 
 
 class ContentPart(msgspec.Struct, kw_only=True):

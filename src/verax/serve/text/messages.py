@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
@@ -200,7 +201,8 @@ def _choice(choice: ToolChoice) -> dict[str, Any]:
 def _add_messages(translation: Translation, request: CountTokensRequest) -> None:
     # Instructions within a conversation go to its beginning, where templates want the only message of the system.
     within = [message.content for message in request.messages if message.role == "system"]
-    if instructions := [_joined(content) for content in (request.system, *within) if content]:
+    texts = [_BILLING.sub("", _joined(content)) for content in (request.system, *within) if content]
+    if instructions := [text for text in texts if text]:
         translation.add("system", "system", content="\n".join(instructions))
     for i, message in enumerate(request.messages):
         where = f"messages[{i}]"
@@ -232,6 +234,9 @@ def _joined(content: str | Sequence[Block]) -> str:
     """Text of the blocks that are text."""
     return content if isinstance(content, str) else "\n".join(b.text for b in content if isinstance(b, TextBlock))
 
+
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+"""Line before Claude Code's instructions, which has another number in each request: no prefix would be in the cache."""
 
 NO_SIGNATURE = ""
 """Signature of reasoning, which clients expect: only the API that signed a thought could check one."""

@@ -59,11 +59,25 @@ _INSTEAD = {
         *("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability", "typical_p", "typ_p", "tfs_z", "top_a"),
         *("top_n_sigma", "samplers", "modalities", "audio", "web_search_options", "enable_search", "verbosity"),
         *("prompt_mode", "safe_prompt", "transforms", "plugins", "include_reasoning", "separate_reasoning"),
-        *("stream_reasoning", "reasoning_format", "spaces_between_special_tokens"),
+        *(
+            "stream_reasoning",
+            "reasoning_format",
+            "spaces_between_special_tokens",
+            "cache_salt",
+            "repetition_detection",
+        ),
+        *("adaptive_target", "smoothing_factor", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "guidance_scale"),
+        *("negative_prompt", "encoder_repetition_penalty", "diversity_penalty", "ban_eos_token", "watermark"),
+        *("max_time", "t_max_predict_ms", "custom_params", "return_hidden_states", "logprob_token_ids"),
     ),
     "tools": ("functions", "function_call"),
+    "tool_choice none": ("parse_tool_calls",),
+    "stop_token_ids": ("eos_token_id",),
     "chat_template_kwargs": ("enable_thinking", "thinking", "think"),
-    "reasoning_effort": ("reasoning", "thinking_token_budget", "thinking_budget", "reasoning_budget"),
+    "reasoning_effort": (
+        *("reasoning", "thinking_token_budget", "thinking_budget", "thinking_budget_tokens", "max_thinking_tokens"),
+        *("reasoning_budget", "reasoning_budget_tokens"),
+    ),
     "structured_outputs": ("regex", "ebnf", "format", "guided_whitespace_pattern"),
     "repetition_penalty": ("repeat_penalty",),
     "max_tokens": ("max_new_tokens", "max_output_tokens", "max_length", "n_predict", "num_predict"),
@@ -74,7 +88,7 @@ _INSTEAD = {
     "temperature 0": ("do_sample",),
     "logprobs": ("n_probs",),
     "model": ("lora", "lora_path", "adapter_id", "adapters"),
-    "each parameter by its own field": ("options", "parameters", "generation_config"),
+    "each parameter by its own field": ("options", "parameters", "generation_config", "extra_body", "sampling_params"),
 }
 REFUSED = {name: instead for instead, names in _INSTEAD.items() for name in names}
 """Fields of other servers that would change the answer and that this server does not have, and what to use instead."""
@@ -82,9 +96,11 @@ REFUSED = {name: instead for instead, names in _INSTEAD.items() for name in name
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("enable_thinking", "thinking", "think", "web_search_options"), ()),
     **dict.fromkeys(("length_penalty", "num_beams", "typical_p", "typ_p", "tfs_z", "repeat_penalty"), (1,)),
+    **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty"), (1,)),
     **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning", "do_sample"), (True,)),
+    **{"parse_tool_calls": (True,), "adaptive_target": (-1,), "eos_token_id": (), "t_max_predict_ms": (-1, 0)},
     **{"spaces_between_special_tokens": (True,), "top_n_sigma": (-1, 0), "modalities": (["text"],)},
-    **dict.fromkeys(("thinking_token_budget", "thinking_budget", "reasoning_budget"), (-1,)),
+    **dict.fromkeys(_INSTEAD["reasoning_effort"][1:], (-1,)),
     **{"verbosity": ("medium",), "reasoning_format": ("auto", "deepseek")},
 }
 """Values of refused fields that ask for what happens anyway; of the others it is false, zero and what is empty."""
