@@ -52,7 +52,7 @@ def test_reasoning_shows_in_the_template_or_in_the_vocabulary():
 def test_mistrals_reasoning_stands_in_brackets():
     special = ["[INST]", "[/INST]", "[THINK]", "[/THINK]"]
     template = llama_cpp_source("models/templates/mistralai-Ministral-3-14B-Reasoning-2512.jinja").read_text()
-    tokenizer = tokenizer_with({"default": template}, special=special)
+    tokenizer = tokenizer_with({"default": template.replace("eos_token", "'</s>'")}, special=special)
     form, prompt = (
         chat_format(tokenizer),
         tokenizer.apply_chat_template([{"role": "user", "content": "What is [THINK]?"}]),
@@ -64,6 +64,10 @@ def test_mistrals_reasoning_stands_in_brackets():
         ("It is [THINK].", ("It is [THINK].", "", [])),
     ):
         assert read_cut(answer, form, None, prompt) == expected
+    for content in ("That.", None):
+        said = {"role": "assistant", "content": content, "reasoning_content": "Which?"}
+        told = form.history([{"role": "user", "content": "a"}, said, {"role": "user", "content": "b"}])
+        assert f"[/INST][THINK]Which?[/THINK]{content or ''}</s>[INST]b" in tokenizer.apply_chat_template(told)
     assert "<[/THINK]>" in tool_grammar(form, None, prompt=prompt, form={"json_object": True})["grammar"]
     form = replace(form, special_tokens=frozenset())
     grammar = tool_grammar(form, None, prompt=prompt, form={"json_object": True})

@@ -115,6 +115,8 @@ class ChatFormat:
     """True if the template refuses two messages of the user in a row."""
     loses_calls: bool = False
     """True if the template leaves out the calls of earlier answers."""
+    thinks_in_parts: bool = False
+    """True if the template reads the reasoning of earlier answers as parts of their content."""
 
     @property
     def reasoning_tags(self) -> tuple[str, str]:
@@ -156,6 +158,8 @@ class ChatFormat:
             messages = [{"role": "system", "content": "\n".join(instructions)}, *others]
         if self.alternates:
             messages = _joined_by_role(messages)
+        if self.thinks_in_parts:
+            messages = [_with_parts(message) for message in messages]
         if self.tools == "phi4_mini_json" and tools:
             # Its template reads them as a text of the first message, which has to be the system's.
             first = messages[0] if messages[0]["role"] == "system" else {"role": "system", "content": ""}
@@ -224,6 +228,7 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
         tools=tools,
         reasoning=_reasons(tools, template, in_vocabulary),
         in_brackets=OPEN_THINK in template,
+        thinks_in_parts=OPEN_THINK in template and "'thinking'" in template.replace('"', "'"),
         special_tokens=frozenset(tags & special),
         turn_tokens=tuple(sorted(token for token in special - tags if token in template)),
         instructions_first=bool(template)
@@ -259,6 +264,15 @@ def _joined_by_role(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
         else:
             joined.append(message)
     return joined
+
+
+def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with its reasoning and its text as parts of its content."""
+    thoughts, content = message.get("reasoning_content"), message.get("content")
+    if not thoughts or not isinstance(content, str | None):
+        return message
+    parts = [{"type": "thinking", "thinking": thoughts}]
+    return {**message, "content": parts if content is None else [*parts, {"type": "text", "text": content}]}
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
