@@ -120,6 +120,34 @@ def test_texts_of_one_role_in_a_row_are_one_message_where_the_template_wants_it(
     assert ChatFormat(alternates=True).history(called) == called
 
 
+def test_instructions_begin_the_users_text_where_the_template_has_no_system():
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('system!') }}{% endif %}" + ALTERNATING
+    dropping = "{% for m in messages if m.role != 'system' %}{{ m.content }};{% endfor %}"
+    given = [{"role": role, "content": text} for role, text in (("system", "a"), ("user", "b"), ("system", "c"))]
+    for template in (refusing, dropping):
+        tokenizer = tokenizer_with({"default": template})
+        form = chat_format(tokenizer)
+        assert form.no_instructions
+        assert "a\nc\n\nb" in tokenizer.apply_chat_template(form.history(given))
+        assert "a" in tokenizer.apply_chat_template(form.history(given[:1]))
+    assert not chat_format(tokenizer_with({"default": PLAIN})).no_instructions
+
+
+def test_an_answer_stands_between_a_result_and_the_users_next_message_where_they_alternate():
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    given = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    given += [{"role": "tool", "tool_call_id": "call_1", "content": "b"}, {"role": "user", "content": "c"}]
+    given += [{"role": "assistant", "content": ""}, {"role": "user", "content": "d"}]
+    roles = [message["role"] for message in ChatFormat("mistral", alternates=True).history(given)]
+    assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant", "user"]
+    assert ChatFormat("hermes").history(given) == given
+    for name in ("Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Ministral-3-14B-Reasoning-2512"):
+        template = llama_cpp_source(f"models/templates/{name}.jinja").read_text()
+        tokenizer = tokenizer_with({"default": template.replace("bos_token", "''").replace("eos_token", "'</s>'")})
+        told = tokenizer.apply_chat_template(chat_format(tokenizer).history(given))
+        assert "b[/TOOL_RESULTS]Done.</s>[INST]c[/INST]</s>[INST]d[/INST]" in told
+
+
 def test_calls_of_one_answer_come_back_one_by_one_where_templates_take_one():
     calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in ("rain", "wind")]
     results = [{"role": "tool", "tool_call_id": name, "content": f"{name}!"} for name in ("wind", "rain")]

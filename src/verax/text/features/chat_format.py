@@ -6,7 +6,6 @@ content and tool calls as it streams, each part as soon as it is certain.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -17,6 +16,14 @@ from verax.errors import InvalidParameterError, TemplateError
 from verax.text.features import gemma_calls, harmony
 from verax.text.features.gemma_calls import GemmaCallReader
 from verax.text.features.harmony import HarmonyParser
+from verax.text.features.history import (
+    calls_as_text,
+    joined_by_role,
+    one_call_each,
+    with_instructions_in_text,
+    with_parts,
+    with_short_ids,
+)
 from verax.text.features.json_schema import JSON_OPTIONS, literal, referenced, schema_rule
 from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.features.tool_calls import (
@@ -35,7 +42,6 @@ from verax.text.features.tool_calls import (
     MistralCallReader,
     XmlCallReader,
     function_tag,
-    one_call_each,
     read_functions,
 )
 from verax.text.tokens.tokenizer import Tokenizer
@@ -109,6 +115,8 @@ class ChatFormat:
     """Special tokens of the template: the last one in a prompt stands before the answer."""
     instructions_first: bool = False
     """True if the template refuses or leaves out instructions, messages of the system, that are not the first one."""
+    no_instructions: bool = False
+    """True if the template refuses or leaves out the first one too."""
     in_brackets: bool = False
     """True if the tags of the reasoning are Mistral's."""
     alternates: bool = False
@@ -156,10 +164,12 @@ class ChatFormat:
         if self.instructions_first and instructions:
             others = (message for message in messages if message["role"] != "system")
             messages = [{"role": "system", "content": "\n".join(instructions)}, *others]
+            if self.no_instructions:
+                messages = with_instructions_in_text(messages)
         if self.alternates:
-            messages = _joined_by_role(messages)
+            messages = joined_by_role(messages)
         if self.thinks_in_parts:
-            messages = [_with_parts(message) for message in messages]
+            messages = [with_parts(message) for message in messages]
         if self.tools == "phi4_mini_json" and tools:
             # Its template reads them as a text of the first message, which has to be the system's.
             first = messages[0] if messages[0]["role"] == "system" else {"role": "system", "content": ""}
@@ -169,29 +179,13 @@ class ChatFormat:
             roles = {"tool": "tool_response"}  # the name that the models know, which their templates write as it is
             messages = [{**message, "role": roles.get(message["role"], message["role"])} for message in messages]
         if self.loses_calls and self.tools in _CALL_TAGS:
-            messages = [self._calls_as_text(message) for message in messages]
+            tags, in_list = _CALL_TAGS[self.tools], self.tools in _LISTS
+            messages = [calls_as_text(message, *tags, in_list=in_list) for message in messages]
         if self.tools in ("mistral", "mistral_json"):
-            messages = [_with_short_ids(message) for message in messages]
+            messages = [with_short_ids(message) for message in messages]
         if self.tools == "harmony":
             messages = harmony.history(messages)
         return one_call_each(messages) if self.tools in ("harmony", "llama3_json") else messages
-
-    def _calls_as_text(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message whose calls are a part of its text, as the model wrote them."""
-        calls = []
-        for call in message.get("tool_calls") or ():
-            given = call["function"].get("arguments") or {}
-            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-            calls.append(f'{{"name": {json.dumps(call["function"]["name"])}, "arguments": {arguments}}}')
-        if not calls:
-            return message
-        opening, closing = _CALL_TAGS[self.tools]
-        if self.tools in _LISTS:
-            text = f"{opening}[{', '.join(calls)}]{closing}"
-        else:
-            text = "\n".join(f"{opening}\n{call}\n{closing}" for call in calls)
-        others = {name: value for name, value in message.items() if name != "tool_calls"}
-        return {**others, "content": f"{message.get('content') or ''}{text}"}
 
     def functions(self, tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
         """Functions that the model may call, in OpenAI's form, as the template takes them."""
@@ -233,6 +227,8 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
         turn_tokens=tuple(sorted(token for token in special - tags if token in template)),
         instructions_first=bool(template)
         and "text 3" not in _written(tokenizer, "system", "user", "assistant", "system", "user"),
+        no_instructions="text 0" in _written(tokenizer, "user")
+        and "text 0" not in _written(tokenizer, "system", "user"),
         alternates="text 0" in _written(tokenizer, "user") and not _written(tokenizer, "user", "user"),
         loses_calls="text 0" in (called := _written(tokenizer, "user", "call")) and "text 1" not in called,
     )
@@ -252,39 +248,6 @@ def _written(tokenizer: Tokenizer, *roles: str) -> str:
         return tokenizer.apply_chat_template(conversation)
     except TemplateError:
         return ""
-
-
-def _joined_by_role(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages of which those of a role in a row are one, if they have nothing but text."""
-    joined: list[Mapping[str, Any]] = []
-    for message in messages:
-        last = joined[-1] if joined else {}
-        if last.keys() == message.keys() == {"role", "content"} and last["role"] == message["role"]:
-            joined[-1] = {**last, "content": f"{last['content'] or ''}\n\n{message['content'] or ''}"}
-        else:
-            joined.append(message)
-    return joined
-
-
-def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with its reasoning and its text as parts of its content."""
-    thoughts, content = message.get("reasoning_content"), message.get("content")
-    if not thoughts or not isinstance(content, str | None):
-        return message
-    parts = [{"type": "thinking", "thinking": thoughts}]
-    return {**message, "content": parts if content is None else [*parts, {"type": "text", "text": content}]}
-
-
-def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with ids of nine letters and digits, as Mistral's templates want, in the place of others."""
-
-    def short(given: Any) -> Any:
-        fits = not isinstance(given, str) or (len(given) == 9 and given.isascii() and given.isalnum())
-        return given if fits else hashlib.sha256(given.encode()).hexdigest()[:9]
-
-    if message.get("tool_calls"):
-        return {**message, "tool_calls": [{**call, "id": short(call.get("id"))} for call in message["tool_calls"]]}
-    return {**message, "tool_call_id": short(message["tool_call_id"])} if "tool_call_id" in message else message
 
 
 def _reasons(tools: ToolSyntax, template: str, in_vocabulary: bool) -> bool:

@@ -158,26 +158,6 @@ def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Funct
     return functions
 
 
-def one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages of a conversation with one call each, which its result follows, for templates that take no more."""
-    told: list[Mapping[str, Any]] = []
-    for message in messages:
-        calls, call_id = message.get("tool_calls") or (), message.get("tool_call_id")
-        if len(calls) > 1:
-            told.append({**message, "tool_calls": calls[:1]})
-            told += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
-        elif message["role"] == "tool" and call_id is not None:
-            own = (i for i in reversed(range(len(told))) if _call_id(told[i]) == call_id)
-            told.insert(next(own, len(told) - 1) + 1, message)
-        else:
-            told.append(message)
-    return told
-
-
-def _call_id(message: Mapping[str, Any]) -> Any:
-    return message["tool_calls"][0].get("id") if message.get("tool_calls") else None
-
-
 def _properties(
     schema: Any, root: Mapping[str, Any], references: int, known: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
