@@ -107,7 +107,16 @@ def test_long_texts_are_refused_or_cut_on_request(embed, served_encoder):
         (dict(input="a cat", encoding_format="int8"), "encoding_format"),
         *((dict(input="a cat", **{name: False}), name) for name in ("normalize", "normalized", "add_special_tokens")),
         *((dict(input="a cat", **{name: "query"}), name) for name in ("task", "input_type", "prompt_name")),
+        *(
+            (dict(input="a cat", **{name: "query"}), name)
+            for name in ("prompt", "instruction", "pooling", "output_dtype")
+        ),
         (dict(input="a cat", embedding_type="binary"), "embedding_type"),
+        (dict(input="a cat", embedding_types=["int8"]), "embedding_types[0]"),
+        (dict(input="a cat", endianness="big"), "endianness"),
+        (dict(input="a cat", embd_normalize=-1), "embd_normalize"),
+        (dict(input="a cat", output_dimension=4), "output_dimension"),
+        (dict(input="a cat", messages=[{"role": "user", "content": "a dog"}]), "messages"),
         (dict(input="a cat", late_chunking=True), "late_chunking"),
     ],
 )
@@ -176,6 +185,7 @@ def test_long_pairs_are_refused_or_cut_on_request(rerank, reranker):
         *named("return_documents", "yes"),
         *named("truncate_prompt_tokens", 0, 4, 25),
         *named("raw_scores", True),
+        *named("top_k", 2),
         *named("use_activation", False),
         *named("instruction", "find cats"),
         *named("max_tokens_per_doc", 8),

@@ -38,13 +38,23 @@ T = TypeVar("T")
 
 
 class VectorFields(msgspec.Struct, kw_only=True):
-    """Fields of vLLM, Jina, Cohere and TEI that change vectors. Values other than the defaults are refused."""
+    """Fields of vLLM, llama.cpp, Jina, Cohere, Voyage and TEI that change vectors. Only their defaults are taken."""
 
     add_special_tokens: bool = True
     normalize: bool = True
     normalized: bool = True
     """Jina's name of `normalize`."""
+    embd_normalize: int = 2
+    """llama.cpp's name of it: the Euclidean norm."""
+    use_activation: bool = True
     late_chunking: bool = False
+    return_multivector: bool = False
+    output_dtype: str = "float"
+    output_dimension: Refused = None
+    pooling: Refused = None
+    messages: Refused = None
+    instruction: Refused = None
+    prompt: Refused = None
     task: Refused = None
     input_type: Refused = None
     prompt_name: Refused = None
@@ -65,7 +75,9 @@ class EmbeddingRequest(VectorFields, kw_only=True):
     """Tokens that are kept of a text, special ones included; -1 for as many as the model reads."""
     user: str | None = None
     embedding_type: Literal["float"] = "float"
+    embedding_types: list[Literal["float"]] | None = None
     embed_dtype: Literal["float32"] = "float32"
+    endianness: Literal["native", "little"] = "little"
 
 
 class RankedText(msgspec.Struct, kw_only=True):
@@ -81,6 +93,7 @@ class ScoreFields(msgspec.Struct, kw_only=True):
     use_activation: bool = True
     """True: scores are the activation function's."""
     instruction: Refused = None
+    top_k: Refused = None
     max_tokens_per_doc: Refused = None
     max_chunks_per_doc: Refused = None
     rank_fields: Refused = None
