@@ -156,6 +156,32 @@ def test_tools_may_be_items_and_in_the_namespace_functions():
     assert ([tool.function.name for tool in result.tools], len(result.messages)) == (["weather"], 1)
 
 
+def test_functions_of_a_namespace_are_called_by_both_names(api, monkeypatch):
+    """Codex gives those of each MCP server so, and finds the server by the namespace of a call."""
+    servers = [{"type": "namespace", "name": name, "tools": [TOOL, OTHERS[1]]} for name in ("mcp__a__", "mcp__b")]
+    earlier = {"type": "function_call", "call_id": "c", "name": "weather", "namespace": "mcp__b", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "Rain."}
+    chosen = {"type": "function", "name": "weather", "namespace": "mcp__a__"}
+    asked = {
+        "tools": [TOOL, *servers],
+        "tool_choice": chosen,
+        "input": [{"role": "user", "content": "A"}, earlier, output],
+    }
+    result = chat(**asked)
+    assert [tool.function.name for tool in result.tools] == ["weather", "mcp__a__weather", "mcp__b__weather"]
+    assert result.tool_choice.function.name == "mcp__a__weather"
+    assert result.messages[1].tool_calls[0].function.name == "mcp__b__weather"
+    for name, expected in (("mcp__b__weather", "mcp__b"), ("mcp__a__weather", "mcp__a__"), ("weather", None)):
+        scripted(monkeypatch, responses, ScriptedRun(call(0, "{}", name=name), "tool_calls"))
+        body = api.ok(PATH, {**BODY, **asked})
+        assert (body["output"][0]["name"], body["output"][0].get("namespace")) == ("weather", expected)
+        assert [tool.get("namespace") for tool in body["tools"]] == [None, "mcp__a__", "mcp__b"]
+        assert len(body["warnings"]) == 2
+        events = [event.get("item") or event for event in streamed(api, {**BODY, **asked})]
+        calls = [event for event in events if "arguments" in event and "name" in event]
+        assert [(event["name"], event.get("namespace")) for event in calls] == [("weather", expected)] * 3
+
+
 def test_items_of_other_tools_are_kept_as_text():
     result = chat(
         input=[

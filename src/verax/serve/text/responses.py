@@ -75,6 +75,7 @@ class InputCall(Item, kw_only=True):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
 
 
 class InputCallOutput(Item, kw_only=True):
@@ -132,6 +133,17 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    """Name of the tool of type `namespace` that it stands in, such as an MCP server's."""
+
+    @property
+    def full_name(self) -> str:
+        """Name by which the model calls it."""
+        return _full_name(self.namespace, self.name)
+
+
+def _full_name(namespace: Any, name: str) -> str:
+    return f"{namespace.rstrip('_')}__{name}" if isinstance(namespace, str) else name
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -236,7 +248,7 @@ def chat_of(request: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
     if isinstance(choice, dict):
         match choice:
             case {"type": "function", "name": str(name)}:
-                choice = {"type": "function", "function": {"name": name}}
+                choice = {"type": "function", "function": {"name": _full_name(choice.get("namespace"), name)}}
             case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
                 chosen = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
                 functions = {place: tool for place, tool in functions.items() if tool.name in chosen}
@@ -246,7 +258,7 @@ def chat_of(request: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
             case _:
                 raise field_error("tool_choice", "expected a function by name, or allowed_tools with mode and tools")
     for place, tool in functions.items():
-        translation.add_tool(place, "parameters", tool)
+        translation.add_tool(place, "parameters", msgspec.structs.replace(tool, name=tool.full_name))
     if choice is not None:
         values["tool_choice"] = choice
     form = request.text.format if request.text else None
@@ -272,15 +284,16 @@ def _check(request: ResponsesRequest) -> None:
 
 
 def _tools(tools: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Tools of a list with their places. Tools of the namespace `functions` count as if they stood alone."""
+    """Tools of a list with their places, and those within namespaces, of which `functions` has no name."""
     if not isinstance(tools, list):
         raise field_error(where, "expected a list")
     for i, tool in enumerate(tools):
         place = f"{where}[{i}]"
         if not isinstance(tool, dict):
             raise field_error(place, "expected an object")
-        if (tool.get("type"), tool.get("name")) == ("namespace", "functions"):
-            yield from _tools(tool.get("tools"), f"{place}.tools")
+        if tool.get("type") == "namespace" and isinstance(tool.get("tools"), list):
+            own = {} if tool.get("name") == "functions" else {"namespace": tool.get("name")}
+            yield from ((inner, {**each, **own}) for inner, each in _tools(tool["tools"], f"{place}.tools"))
         else:
             yield place, tool
 
@@ -345,7 +358,8 @@ def _add_item(translation: Translation, given: Mapping[str, Any], where: str) ->
             translation.add(where, "tool", tool_call_id=item.call_id, content=output)
         case InputCall():
             answer()
-            translation.add_call(where, "arguments", item.call_id, item.name, item.arguments)
+            name = _full_name(item.namespace, item.name)
+            translation.add_call(where, "arguments", item.call_id, name, item.arguments)
         case InputReasoning():
             thoughts = item.content or item.summary or []
             message = answer("content", "tool_calls", "reasoning_content")
@@ -398,6 +412,7 @@ class _Answer:
         self._run = run
         self._request = request
         self._warnings = _warnings(request)
+        self._functions = {tool.full_name: tool for tool in _functions(request)[0].values()}
         self._tracker = PartTracker()
         self._key = uuid.uuid4().hex
         self._number = 0
@@ -453,7 +468,7 @@ class _Answer:
             yield self._event(f"response.{name}.delta", **(item if is_call else content), delta=step.text, **logprobs)
         else:
             if is_call:
-                yield self._event(f"response.{name}.done", **item, name=part.name, arguments=part.text)
+                yield self._event(f"response.{name}.done", **item, **self._called(part), arguments=part.text)
             else:
                 logprobs = {"logprobs": part.logprobs} if part.kind == "text" else {}
                 yield self._event(f"response.{name}.done", **content, text=part.text, **logprobs)
@@ -473,8 +488,15 @@ class _Answer:
                 return {**head, "type": "message", "role": "assistant", "content": content}
             case "reasoning":
                 return {**head, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
-        call = {"call_id": part.call_id, "name": part.name, "arguments": "" if empty else part.text}
+        call = {"call_id": part.call_id, **self._called(part), "arguments": "" if empty else part.text}
         return {**head, "type": "function_call", **call}
+
+    def _called(self, part: Part) -> dict[str, Any]:
+        """Name of the function that is called, and its namespace if it has one."""
+        tool = self._functions.get(part.name)
+        if tool is None or tool.namespace is msgspec.UNSET:
+            return {"name": part.name}
+        return {"name": tool.name, "namespace": tool.namespace}
 
     def _response(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
         request, run = self._request, self._run
@@ -503,7 +525,7 @@ class _Answer:
             "temperature": request.temperature,
             "text": {"format": {key: value for key, value in form.items() if value is not None}},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [msgspec.to_builtins(tool) for tool in _functions(request)[0].values()],
+            "tools": [msgspec.to_builtins(tool) for tool in self._functions.values()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": request.top_p,
             "truncation": "disabled",
