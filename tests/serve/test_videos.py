@@ -242,6 +242,13 @@ def test_a_full_disk_fails_the_clip_and_not_the_server(client, monkeypatch):
             *named("reference_url", "http://127.0.0.1/a.png"),
             *named("video_url", "a.mp4"),
         ),
+        *(
+            case
+            for name in ("duration", "steps", "cfg_scale", "aspect_ratio", "image", "last_frame", "lora", "sampler")
+            for case in named(name, "2")
+        ),
+        *named("n", 2),
+        *named("enable_teacache", True),
         *named("seconds", "4", -1, "nan", 1e300),
         (dict(seconds="1", num_frames=5), "seconds"),
         *named("num_frames", 21, 6, -3, 10**30, True),
@@ -272,6 +279,12 @@ def test_wrong_fields_are_named(client, body, param):
     )
     assert error["param"] == param
     assert error["message"].startswith(f"{param.partition('.')[0]}")
+
+
+def test_fields_of_other_servers_that_ask_for_nothing_are_taken(client):
+    created = client.post("/v1/videos", json={**QUICK, "n": 1, "enable_teacache": False, "lora": None, "loras": []})
+    assert created.status_code == 200, created.text
+    client.delete(f"/v1/videos/{created.json()['id']}")
 
 
 def test_the_operator_sets_the_sizes(served_pipeline):

@@ -28,6 +28,9 @@ _PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?P<where>key in )?\$(?P<path>[^`]*
 
 _MISSING = re.compile(r"^Object missing required field `(\w+)`$")
 
+_NOTHING = (False, "", "false", [], {})
+"""Values that ask for nothing, in JSON or in a form."""
+
 _LONGEST_NAME = 64
 
 _MOST_NAMES = 1000
@@ -52,7 +55,7 @@ def decode(kind: type[T], body: bytes | Mapping[str, Any]) -> T:
 
     Args:
         kind: Struct of the body. Its class variable `elsewhere` has the names of fields that are refused, as they have
-            a meaning to other endpoints.
+            a meaning to other endpoints, and `instead` those of other servers' fields, each with the one to use or "".
         body: JSON text in UTF-8, or an object that was read from one.
     """
     values = _parse(body, kind) if isinstance(body, bytes) else body
@@ -63,6 +66,9 @@ def decode(kind: type[T], body: bytes | Mapping[str, Any]) -> T:
     for name in sorted(given.keys() - kind.__struct_encode_fields__):
         if name in getattr(kind, "elsewhere", ()):
             raise field_error(name, "this endpoint does not have it")
+        instead = getattr(kind, "instead", {}).get(name)
+        if instead is not None and given[name] not in _NOTHING:
+            raise field_error(name, f"it is not supported here{instead and f'; use {instead}'}")
         _report_unknown(name)
     try:
         return msgspec.convert(given, kind)

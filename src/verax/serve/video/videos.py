@@ -11,7 +11,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -64,7 +64,7 @@ _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?(e[+-]?\d{1,3})?", re.ASCII | re.I
 _NESTED = re.compile(r"(input_reference|image_reference|last_image|mask)\[(image_url|file_id)\]")
 
 _NUMBERS = (
-    *("width", "height", "boundary_ratio"),
+    *("width", "height", "boundary_ratio", "n"),
     *("num_frames", "fps", "num_inference_steps", "guidance_scale", "guidance_scale_2", "flow_shift", "seed"),
     *("cache_threshold", "cache_max_skip_steps", "cache_retention_ratio", "half_size_steps", "conditioning_scale"),
 )
@@ -87,8 +87,29 @@ class ImageReference(msgspec.Struct):
     file_id: str | None = None
 
 
+_INSTEAD = {
+    "seconds": ("duration",),
+    "num_frames": ("frames",),
+    "num_inference_steps": ("steps",),
+    "guidance_scale": ("cfg_scale", "true_cfg_scale"),
+    "flow_shift": ("shift",),
+    "size": ("aspect_ratio", "resolution"),
+    "input_reference": ("image", "image_url", "image_path", "video", "first_frame", "first_image"),
+    "last_image": ("last_frame", "end_image"),
+    "cache": ("enable_teacache",),
+    "--video-lora of verax serve": ("lora", "loras", "lora_path"),
+    "": (
+        *("characters", "sampler", "scheduler", "enable_upscaling", "enable_frame_interpolation", "extra_body"),
+        *("extra_params", "diffusers_kwargs"),
+    ),
+}
+"""Fields of other servers that would change the clip, by the field to use instead."""
+
+
 class VideoCreate(msgspec.Struct):
     """Body of a request, as OpenAI's, vLLM-Omni's and SGLang's servers take it."""
+
+    instead: ClassVar = {name: instead for instead, names in _INSTEAD.items() for name in names}
 
     prompt: Annotated[str, Meta(min_length=1, max_length=MAX_PROMPT)]
     model: str | None = None
@@ -118,6 +139,8 @@ class VideoCreate(msgspec.Struct):
     """Steps, the first ones, at half the height and width."""
     negative_prompt: Annotated[str, Meta(max_length=MAX_PROMPT)] | None = None
     seed: int | None = None
+    n: Annotated[int, Meta(ge=1, le=1)] | None = None
+    """A request makes one clip."""
     input_reference: str | ImageReference | None = None
     """A data URI, or an object with one; in a form also a file."""
     image_reference: ImageReference | None = None
