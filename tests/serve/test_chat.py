@@ -124,6 +124,21 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": None}}
             {"role": "assistant", "content": "a", "tool_calls": [{**CALL, "id": None, "type": None}]},
             {"role": "assistant", "content": "a", "tool_calls": [CALL]},
         ),
+        (
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "a"},
+                    {"type": "thinking", "thinking": [{"type": "text", "text": "b"}]},
+                    {"type": "text", "text": "c"},
+                ],
+            },
+            {"role": "assistant", "content": "c", "reasoning_content": "a\nb"},
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}], "tool_calls": [CALL]},
+            {"role": "assistant", "content": None, "reasoning_content": "a", "tool_calls": [CALL]},
+        ),
         ({"role": "function", "name": "f", "content": "1"}, {"role": "tool", "name": "f", "content": "1"}),
         (
             {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]},

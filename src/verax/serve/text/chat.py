@@ -59,12 +59,20 @@ class ToolCallInput(msgspec.Struct, kw_only=True):
     type: Literal["function"] | None = "function"
 
 
+class ThoughtText(msgspec.Struct, kw_only=True):
+    """Text of a reasoning."""
+
+    text: str
+
+
 class ContentPart(msgspec.Struct, kw_only=True):
     """Part of a message. Text is read."""
 
     type: Annotated[str, Meta(extra_json_schema={"enum": [*_TEXT_PARTS]})]
     text: str | None = None
     refusal: str | None = None
+    thinking: str | list[ThoughtText] | None = None
+    """Reasoning of an earlier answer, in a part of type `thinking`, as Mistral's clients have it."""
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -213,9 +221,15 @@ _ROLES = {"developer": "system", "function": "tool"}
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     role = _ROLES.get(message.role, message.role)
-    reasonings = (message.reasoning_content, message.reasoning, message.thinking)
-    reasoning = next((text for text in reasonings if text is not None), None)
     given = message.refusal if message.content is None else message.content
+    reasonings = [message.reasoning_content, message.reasoning, message.thinking]
+    thoughts = [part for part in given or () if isinstance(part, ContentPart) and part.type == "thinking"]
+    if role == "assistant" and isinstance(given, list) and thoughts:
+        told = [part.thinking or "" for part in thoughts]
+        texts = (text if isinstance(text, str) else "\n".join(piece.text for piece in text) for text in told)
+        reasonings.append("\n".join(texts))
+        given = [part for part in given if part.type != "thinking"] or None
+    reasoning = next((text for text in reasonings if text is not None), None)
     if given is None and role != "assistant":
         raise field_error(f"{where}.content", "it is missing")
     if message.audio:

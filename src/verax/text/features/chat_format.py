@@ -178,7 +178,7 @@ class ChatFormat:
         if self.tools in ("granite", "phi4_mini_json"):
             roles = {"tool": "tool_response"}  # the name that the models know, which their templates write as it is
             messages = [{**message, "role": roles.get(message["role"], message["role"])} for message in messages]
-        if self.loses_calls and self.tools in _CALL_TAGS:
+        if self.loses_calls and (self.tools == "hermes" or self.tools in _LISTS):
             tags, in_list = _CALL_TAGS[self.tools], self.tools in _LISTS
             messages = [calls_as_text(message, *tags, in_list=in_list) for message in messages]
         if self.tools in ("mistral", "mistral_json"):
