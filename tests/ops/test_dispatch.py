@@ -64,6 +64,13 @@ def test_the_newest_implementation_that_takes_the_call_runs_and_an_experimental_
         assert [doubled.select(x).name for x in (30, 6, 3)] == ["new", "new", "reference"]
 
 
+def test_a_choice_by_name_runs_where_another_is_faster_but_not_where_it_would_fail(doubled):
+    doubled.implementation("large", accepts=lambda x: x > 5, faster=lambda x: x > 20)(lambda x: x + x)
+    assert [doubled.select(x).name for x in (3, 6, 30)] == ["reference", "reference", "large"]
+    with ops.use_implementations(double_it="large"):
+        assert [doubled.select(x).name for x in (3, 6, 30)] == ["reference", "large", "large"]
+
+
 @pytest.mark.parametrize(("name", "other"), [("cuda", "gpu"), ("ROCm", "gpu"), ("metal", "")])
 def test_a_platform_that_jax_does_not_have_is_refused_at_registration(doubled, name, other):
     with pytest.raises(InvalidParameterError, match=f"double_it.*'fast'.*cpu, gpu, tpu, got '{name}'") as refusal:

@@ -1,6 +1,7 @@
 """The linear operation against float64, in every implementation that runs here."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,32 @@ def test_derivatives_pass_inputs_that_become_integers(implementation, packed):
     with ops.use_implementations(**{} if implementation is None else {"linear": implementation}):
         slope = jax.grad(lambda x: jnp.vdot(ops.linear(x, given), wanted))(x)
     np.testing.assert_allclose(slope, wanted @ weight.dequantize(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ops.linear.implementations)
+def test_an_implementation_that_is_chosen_by_name_leaves_weights_that_it_does_not_accept_to_others(implementation):
+    if not ops.linear.implementations[implementation].available():
+        pytest.skip("the CPU library is not built")
+    x, products = products_of_each_kind()
+    with ops.use_implementations(linear=implementation):
+        for weight, expected in products:
+            y = ops.linear(x, weight)
+            assert np.max(np.abs(y - expected)) < 0.01 * np.max(np.abs(expected))
+
+
+@cache
+def products_of_each_kind():
+    """Three rows, and weights of each kind with their products by the reference."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, 64), (48, 64)))
+    grouped = ops.quantize(w, 8, 32)
+    weights = [w, w.astype(jnp.float16), ops.quantize(w, 8), ops.quantize(w, 8, rounds_inputs=True), grouped]
+    weights += [ops.quantize(w, 4, 32), ops.quantize(w, 8, is_float=True), ops.PackedWeight.from_weight(w)]
+    weights += [replace(grouped, order=jnp.asarray(rng.permutation(64), jnp.int32))]
+    weights += [replace(grouped, zeros=jnp.full((48, 2), 3, jnp.int8))]
+    blocks = ops.BlockQuantizedWeight.from_blocks("Q8_0", rng.integers(0, 64, (48, 68)).astype(np.uint8))
+    weights += [jax.tree.map(jnp.asarray, blocks)]
+    return x, [(weight, np.asarray(ops.linear.reference(x, weight))) for weight in weights]
 
 
 def test_plain_integers_are_not_taken_for_a_weight(unchecked):

@@ -139,7 +139,8 @@ class Implementation(Generic[P, R]):
             over all axes of a mesh. XLA's partitioner divides products over devices, but not a kernel that it cannot
             look into.
         available: condition on the installation, such as a library that loads; checked after `accepts`.
-        accepts: condition on shapes and dtypes of a call.
+        accepts: condition on shapes and dtypes of a call without which it fails or gives another result.
+        faster: condition on shapes under which it is preferred. A choice by name does not ask for it.
         traits: properties that `Operation.restricted` selects by, see `Operation.implementation`.
         slow_on: by platform, the reason why being chosen there deserves a warning.
         experimental: True if it was compiled for its devices, but none of them has shown it to be faster: it is chosen
@@ -154,6 +155,7 @@ class Implementation(Generic[P, R]):
     single_device: bool = False
     available: Callable[[], bool] = _always
     accepts: Callable[..., bool] = _always
+    faster: Callable[..., bool] = _always
     traits: Set[str] = frozenset()
     slow_on: Mapping[str, str] = field(default_factory=dict)
     experimental: bool = False
@@ -172,7 +174,9 @@ class Implementation(Generic[P, R]):
 
     def supports(self, *args: P.args, **kwargs: P.kwargs) -> bool:
         """True if this implementation can run a call with these arguments on the current target."""
-        return self.runs_on(target()) and self.accepts(*args, **kwargs) and self.available()
+        if not (self.runs_on(target()) and self.accepts(*args, **kwargs)):
+            return False
+        return self.faster(*args, **kwargs) and self.available()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if not self.is_pure:
@@ -230,8 +234,8 @@ class Operation(Generic[P, R]):
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Implementation[P, R]:
         """Implementation that a call with these arguments runs on the current target.
 
-        That is the one that `use_implementations` names, and otherwise the preferred one of those that take the call
-        and are not experimental. An experimental one has to take the call as well.
+        That is the one that `use_implementations` names if it accepts the call, and otherwise the preferred one of
+        those that support it and are not experimental. An experimental one has to support the call as well.
 
         Raises:
             InvalidParameterError: if there is none among those that the operation is restricted to.
@@ -240,7 +244,7 @@ class Operation(Generic[P, R]):
         if callable(forced):
             return Implementation(getattr(forced, "__name__", "given"), forced, is_pure=False)
         chosen = None if forced is None else self.implementations[forced]
-        if chosen is not None and (not chosen.experimental or chosen.supports(*args, **kwargs)):
+        if chosen is not None and (chosen.supports if chosen.experimental else chosen.accepts)(*args, **kwargs):
             return chosen
         for impl in reversed(self.implementations.values()):
             fits = self._trait is None or self._trait in impl.traits
@@ -356,8 +360,9 @@ def use_implementations(**choices: Choice) -> Iterator[None]:
     A function under `jax.jit` is traced again where it was traced with other choices.
 
     Args:
-        choices: by operation, the name of an implementation, or a function with the operation's signature, which then
-            runs in the operation's place. No registry keeps it.
+        choices: by operation, the name of an implementation, which runs the calls that it accepts, faster there or
+            not; or a function with the operation's signature, which then runs in the operation's place. No registry
+            keeps it.
 
     Raises:
         InvalidParameterError: for an operation or an implementation that does not exist.

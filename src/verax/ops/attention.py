@@ -85,7 +85,7 @@ class AttentionOptions(ScoreOptions, total=False):
     segments: Int[Array, "B T"] | None
 
 
-@attention.implementation("chunked", accepts=_is_too_large_at_once)
+@attention.implementation("chunked", faster=_is_too_large_at_once)
 def chunked_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

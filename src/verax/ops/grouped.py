@@ -81,7 +81,7 @@ def _are_few(x: Any, weights: Any, groups: Any) -> bool:
     return 2 * math.prod(jnp.broadcast_shapes(x.shape[:-1], groups.shape)) <= weights.shape[0]
 
 
-@grouped_linear.implementation("gathered", single_device=True, accepts=_are_few)
+@grouped_linear.implementation("gathered", single_device=True, faster=_are_few)
 def _grouped_linear_gathered(
     x: Float[Array, "*#B D"], weights: Stack, groups: Int[Array, "*#B"]
 ) -> Float[Array, "*B F"]:

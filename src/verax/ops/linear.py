@@ -132,18 +132,20 @@ CONCATENATED_ROWS, CONCATENATED_SIZE = 256, 512
 A LAM's layer is nearly twice as fast with it on a CPU. An accelerator would write the weights again in every step."""
 
 
-def _is_worth_concatenating(x: Any, weights: Sequence[Any], biases: object = None, dtypes: object = None) -> bool:
-    if math.prod(x.shape[:-1]) < CONCATENATED_ROWS:
-        return False
+def _can_be_concatenated(x: Any, weights: Sequence[Any], biases: object = None, dtypes: object = None) -> bool:
     if any(isinstance(weight, Quantized | PackedWeight) for weight in weights):
         return False
-    return (
-        len({weight.dtype for weight in weights}) == 1
-        and max(weight.shape[0] for weight in weights) <= CONCATENATED_SIZE
-    )
+    return len({weight.dtype for weight in weights}) == 1
 
 
-@multi_linear.implementation("concatenated", platforms=("cpu",), accepts=_is_worth_concatenating)
+def _is_worth_concatenating(x: Any, weights: Sequence[Any], biases: object = None, dtypes: object = None) -> bool:
+    rows, largest = math.prod(x.shape[:-1]), max(weight.shape[0] for weight in weights)
+    return rows >= CONCATENATED_ROWS and largest <= CONCATENATED_SIZE
+
+
+@multi_linear.implementation(
+    "concatenated", platforms=("cpu",), accepts=_can_be_concatenated, faster=_is_worth_concatenating
+)
 def _multi_linear_concatenated(
     x: Float[Array, "*B D"],
     weights: Sequence[Array],

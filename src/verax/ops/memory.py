@@ -48,7 +48,7 @@ def _has_several_blocks(function: object, x: Any, *others: Any) -> bool:
     return x.size > 0 and _num_blocks(*x.shape[:2]) > 1
 
 
-@update_rows.implementation("blocks", platforms=("cpu",), single_device=True, accepts=_has_several_blocks)
+@update_rows.implementation("blocks", platforms=("cpu",), single_device=True, faster=_has_several_blocks)
 def _update_blocks(function: Callable[..., Any], x: Shaped[Array, "B T *D"], *others: Shaped[Array, "_ T *_"]) -> Any:
     T = x.shape[1]
     rows = -(-T // _num_blocks(*x.shape[:2]))

@@ -36,14 +36,16 @@ MAX_ROWS_QUANTIZED = 128
 
 
 def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
-    if isinstance(weight, PackedWeight):
-        return False
     if isinstance(weight, Quantized):
-        rows = sys.maxsize if _is_int4(weight) and not library.has(TILES) else MAX_ROWS_QUANTIZED
-        few = _has_kernel(weight) and math.prod(x.shape[:-1]) <= rows
-    else:
-        few = math.prod(x.shape[:-1]) <= MAX_ROWS and weight.dtype in (jnp.float32, jnp.bfloat16)
-    return few
+        return _has_kernel(weight)
+    return not isinstance(weight, PackedWeight) and weight.dtype in (jnp.float32, jnp.bfloat16)
+
+
+def _is_faster(x: Any, weight: Any, bias: Any = None) -> bool:
+    rows = MAX_ROWS_QUANTIZED if isinstance(weight, Quantized) else MAX_ROWS
+    if isinstance(weight, Quantized) and _is_int4(weight) and not library.has(TILES):
+        rows = sys.maxsize
+    return math.prod(x.shape[:-1]) <= rows
 
 
 def _is_int4(weight: Quantized) -> bool:
@@ -106,7 +108,7 @@ def _multi_linear_native(
     return rounded_to((y if bias is None else y + bias.astype(jnp.float32) for y, bias in pairs), dtypes)
 
 
-@linear.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
+@linear.implementation("native", **library.REQUIREMENTS, accepts=_accepts, faster=_is_faster)
 def _linear_native(
     x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
@@ -115,10 +117,10 @@ def _linear_native(
 
 def _accepts_zero_points(x: Any, weight: Any, bias: Any = None) -> bool:
     asymmetric = isinstance(weight, QuantizedWeight) and weight.order is None and weight.zeros is not None
-    return asymmetric and weight.bits == 8 and math.prod(x.shape[:-1]) <= MAX_ROWS_QUANTIZED
+    return asymmetric and weight.bits == 8 and not weight.rounds_inputs
 
 
-@linear.implementation("native_zero_points", **library.REQUIREMENTS, accepts=_accepts_zero_points)
+@linear.implementation("native_zero_points", **library.REQUIREMENTS, accepts=_accepts_zero_points, faster=_is_faster)
 def _linear_native_zero_points(
     x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
@@ -172,8 +174,12 @@ VECTORS = "fma"
 
 
 def _accepts_gemm(x: Any, weight: Any, bias: Any = None) -> bool:
+    return _gemm_kind(weight) is not None and takes(weight)
+
+
+def _is_gemm_faster(x: Any, weight: Any, bias: Any = None) -> bool:
     kind = _gemm_kind(weight)
-    return kind is not None and takes(weight) and math.prod(x.shape[:-1]) in faster_rows(kind)
+    return kind is not None and math.prod(x.shape[:-1]) in faster_rows(kind)
 
 
 def faster_rows(kind: str) -> range:
@@ -231,7 +237,7 @@ def _product(
     return library.call("verax_gemm", shape, x, matrix, *last, block_kind=np.int64(kind))
 
 
-@linear.implementation("native_gemm", **library.REQUIREMENTS, accepts=_accepts_gemm)
+@linear.implementation("native_gemm", **library.REQUIREMENTS, accepts=_accepts_gemm, faster=_is_gemm_faster)
 def _linear_native_gemm(
     x: Float[Array, "*B D"], weight: Float[Array, "F D"] | Quantized, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
@@ -269,11 +275,14 @@ def _accepts_grouped(x: Any, weights: Any, groups: Any) -> bool:
 def _accepts_many(x: Any, weights: Any, groups: Any) -> bool:
     if isinstance(weights, QuantizedWeight) or not _accepts_grouped(x, weights, groups):
         return False
+    return takes(jax.ShapeDtypeStruct(weights.shape[1:], weights.dtype))
+
+
+def _is_faster_of_many(x: Any, weights: Any, groups: Any) -> bool:
     # By the mean of the groups, which the shapes give: how many rows a group has must not decide about their rounding.
     rows = math.prod(jnp.broadcast_shapes(x.shape[:-1], groups.shape)) / weights.shape[0]
-    sizes = jax.ShapeDtypeStruct(weights.shape[1:], weights.dtype)
     faster = faster_rows(str(weights.dtype))
-    return bool(faster) and rows >= faster.start and takes(sizes)
+    return bool(faster) and rows >= faster.start
 
 
 def _grouped(
@@ -305,7 +314,7 @@ def _grouped_linear_native(x: Float[Array, "*#B D"], weights: Stack, groups: Int
     return _grouped(kernel, x, weights, groups)
 
 
-@grouped_linear.implementation("native_gemm", **library.REQUIREMENTS, accepts=_accepts_many)
+@grouped_linear.implementation("native_gemm", **library.REQUIREMENTS, accepts=_accepts_many, faster=_is_faster_of_many)
 def _grouped_linear_native_gemm(
     x: Float[Array, "*#B D"], weights: Float[Array, "E F D"], groups: Int[Array, "*#B"]
 ) -> Float[Array, "*B F"]:

@@ -103,7 +103,7 @@ def _accepts_several(x: Any, weights: Sequence[Any], biases: Any = None, dtypes:
     few = 0 < math.prod(x.shape[:-1]) <= ROWS
     unbiased = biases is None or all(bias is None for bias in biases)
     halves = plain and all(weight.dtype in (jnp.bfloat16, jnp.float16) for weight in weights)
-    alike = len({weight.dtype for weight in weights}) == 1
+    alike = plain and len({weight.dtype for weight in weights}) == 1
     return halves and few and unbiased and alike and has_compute_capability(AMPERE)
 
 
