@@ -186,6 +186,24 @@ def test_packed_short_convolutions_equal_separate_ones(packing, width):
         np.testing.assert_array_equal(last[n], left.astype(np.float32))
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("changes", "begins"),
+    [
+        ({"x": (1, 5, 1)}, "weight: expected shape"),
+        ({"weight": (6, 2, 4)}, "weight: expected shape"),
+        ({"weight": (6, 1, 0)}, "weight: expected shape"),
+        ({"initial_state": (1, 4, 6)}, r"initial_state: expected shape \[1, 3, 6\]"),
+        ({"x": (2, 5, 6), "initial_state": (2, 3, 6), "cu_seqlens": (3,)}, "cu_seqlens: .* batch of 2"),
+    ],
+)
+def test_arguments_that_do_not_fit_a_short_convolution_are_refused_by_name(changes, begins):
+    shapes = {"x": (1, 5, 6), "weight": (6, 1, 4), "initial_state": (1, 3, 6)} | changes
+    arrays = {name: jnp.zeros(shape, int if name == "cu_seqlens" else float) for name, shape in shapes.items()}
+    with pytest.raises(InvalidParameterError, match=f"^{begins}"):
+        ops.short_convolution(**arrays)
+
+
 def test_no_tokens_leave_the_inputs_of_each_sequence():
     _, weight, states = short_arguments(4, sequences=3)
     out, last = ops.short_convolution(

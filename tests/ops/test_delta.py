@@ -200,6 +200,21 @@ def test_packed_equals_separate_gradients_too(rule):
     assert compiled == 1
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "offsets", [[0, 5, 5, 80], np.asarray([0, 5, 5, 80], np.int8), jnp.asarray([0, 5, 5, 80], "u4")]
+)
+def test_offsets_of_packed_sequences_may_be_any_integers(offsets):
+    rule = "gated_delta_product"  # whose steps are more than 8 bits count
+    x = {name: jnp.asarray(a[:1], jnp.float32) for name, a in inputs(rule, T=100).items()}
+
+    @jax.jit
+    def call(x):
+        return getattr(ops, rule)(**x, **options(rule), mode="chunk", cu_seqlens=offsets, output_final_state=True)
+
+    check(call(x), run(rule, x, "chunk", cu_seqlens=np.asarray([0, 5, 5, 80])))
+
+
 def zeros(**changes):
     shapes = {"q": (2, 5, 2, 4), "k": (2, 5, 2, 4), "v": (2, 5, 4, 3), "g": (2, 5, 4), "beta": (2, 5, 4)} | changes
     return {name: jnp.zeros(shape) for name, shape in shapes.items()}
@@ -209,6 +224,7 @@ Q, K, V, G, BETA = zeros().values()
 
 
 gated = partial(ops.gated_delta_rule, Q, K, V, G, BETA)
+one_row = partial(ops.gated_delta_rule, *(a[:1] for a in (Q, K, V, G, BETA)))
 
 
 # Annotations are not checked here: users have no checker either.
@@ -227,6 +243,12 @@ gated = partial(ops.gated_delta_rule, Q, K, V, G, BETA)
         (partial(gated, chunk_size=48), "chunk_size: expected a power of two"),
         (partial(gated, chunk_size=8), "chunk_size: expected a power of two"),
         (partial(gated, cu_seqlens=jnp.asarray([0, 5])), "cu_seqlens: .* batch of 2"),
+        (partial(one_row, cu_seqlens=jnp.asarray([0.0, 5.0])), "cu_seqlens: expected integers, got float32"),
+        (partial(one_row, cu_seqlens=[0, 5, 3]), "cu_seqlens: expected ascending"),
+        (partial(one_row, cu_seqlens=[1, 5]), "cu_seqlens: expected ascending"),
+        (partial(one_row, cu_seqlens=np.asarray([0, 6])), "cu_seqlens: expected ascending"),
+        (partial(gated, initial_state=[0.0]), "initial_state: .* a list"),
+        (partial(ops.delta_rule, Q.tolist(), K, V), "q: .* a list"),
         (partial(ops.kda, Q, K, V, G, BETA), r"g: expected shape \[2, 5, 4, 4\]"),
         (partial(ops.comba, Q, K, V, K[:, :1]), "p: expected shape"),
         (partial(ops.gated_delta_product, Q, K, V, G, BETA, 0), "num_householder: expected at least 1"),

@@ -159,6 +159,18 @@ def test_gradients_equal_the_references(kernel):
         np.testing.assert_allclose(mine[name], exact, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("padding", [-1, SLOTS])
+def test_a_row_of_padding_leaves_the_states_of_all_slots_whatever_number_marks_it(padding):
+    given, _ = problem("gated_delta_rule")
+    slots = in_slots([padding, 1], [False, False])
+    _, states = run("reference", "gated_delta_rule", given, slots)
+    changed = np.any(np.asarray(states) != given["initial_state"], axis=(1, 2, 3))
+    np.testing.assert_array_equal(changed, np.arange(SLOTS) == 1)
+    x, before = jnp.ones((2, 1, 6)), jnp.zeros((SLOTS, 3, 6))
+    _, after = ops.short_convolution(x, jnp.ones((6, 1, 4)), initial_state=before, slots=slots)
+    np.testing.assert_array_equal(np.any(np.asarray(after) != 0, axis=(1, 2)), np.arange(SLOTS) == 1)
+
+
 def test_slots_need_the_states_that_lie_in_them():
     given, _ = problem("gated_delta_rule")
     slots = in_slots([3, 1], [False, True])

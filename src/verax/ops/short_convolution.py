@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from verax.errors import InvalidParameterError
 from verax.ops._dispatch import Example, float32, operation
-from verax.ops.delta._inputs import StateSlots
+from verax.ops.delta._inputs import StateSlots, check_shapes, packed_offsets
 
 
 @operation
@@ -32,16 +32,23 @@ def short_convolution(
 
     Returns:
         Outputs, and the last W - 1 inputs of each sequence, its initial state included: the next call's initial state.
+
+    Raises:
+        InvalidParameterError: for arguments whose shapes do not fit each other, or offsets as the delta rules refuse.
     """
+    B, T, C = x.shape
+    w = weight.shape[-1] - 1
+    cu_seqlens = packed_offsets(cu_seqlens, B, T)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    states = N if slots is None or initial_state is None else initial_state.shape[0]
+    check_shapes(weight=(weight, (C, 1, max(w, 0) + 1)), initial_state=(initial_state, (states, w, C)))
     if slots is not None:
         if initial_state is None:
             raise InvalidParameterError("slots: expected initial_state with them, the states of all slots")
+        slots = slots.ready()
         before = slots.load(initial_state)
         out, after = short_convolution.reference(x, weight, initial_state=before, cu_seqlens=cu_seqlens)
         return out, slots.store(initial_state, after)
-    B, T, C = x.shape
-    w = weight.shape[-1] - 1
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     x, taps = x.astype(jnp.float32), weight[:, 0].astype(jnp.float32)
     state = jnp.zeros((N, w, C), jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
     if T == 0:

@@ -7,9 +7,11 @@ Letters: B batch, T tokens, H key heads, HV value heads, K key size, V value siz
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -69,25 +71,58 @@ def interleave(*steps: Float[Array, "B T *D"]) -> Float[Array, "B S *D"]:
 def check_axes(**given: Array) -> None:
     """Raise for the first array that is not `[B, T, heads, size]`."""
     for name, array in given.items():
-        if array.ndim != 4:
-            raise InvalidParameterError(f"{name}: expected shape [B, T, heads, size], got {list(array.shape)}")
+        if getattr(array, "ndim", None) != 4:
+            raise InvalidParameterError(f"{name}: expected shape [B, T, heads, size], got {_shape_of(array)}")
 
 
 def check_shapes(**given: tuple[Array | None, tuple[int, ...]]) -> None:
     """Raise for the first argument whose shape is not the one expected; None is never wrong."""
     for name, (array, expected) in given.items():
-        if array is not None and array.shape != expected:
-            raise InvalidParameterError(f"{name}: expected shape {list(expected)}, got {list(array.shape)}")
+        if array is not None and getattr(array, "shape", None) != expected:
+            raise InvalidParameterError(f"{name}: expected shape {list(expected)}, got {_shape_of(array)}")
+
+
+def _shape_of(array: Any) -> str:
+    return str(list(array.shape)) if hasattr(array, "shape") else f"a {type(array).__name__}, which is not an array"
+
+
+def packed_offsets(cu_seqlens: Any, batch: int, tokens: int) -> Int[Array, "M"] | None:
+    """Offsets of packed sequences as int32; None for None. Those that the host knows, of NumPy or a list, are checked.
+
+    Raises:
+        InvalidParameterError: for anything but integers `[N + 1]`, another batch than one sequence of `tokens` tokens,
+            or known offsets that do not ascend from 0 to at most `tokens`.
+    """
+    if cu_seqlens is None:
+        return None
+    known = None if isinstance(cu_seqlens, jax.Array) else np.asarray(cu_seqlens)
+    offsets: Any = cu_seqlens if known is None else known
+    if offsets.ndim != 1 or offsets.shape[0] < 2 or batch != 1:
+        shape = list(offsets.shape)
+        raise InvalidParameterError(
+            f"cu_seqlens: expected offsets [N + 1] into a batch of 1, got {shape} and a batch of {batch}"
+        )
+    if not jnp.issubdtype(offsets.dtype, jnp.integer):
+        raise InvalidParameterError(f"cu_seqlens: expected integers, got {offsets.dtype}")
+    if known is not None and (known[0] != 0 or known[-1] > tokens or (known[1:] < known[:-1]).any()):
+        raise InvalidParameterError(f"cu_seqlens: expected ascending offsets from 0 to at most {tokens}, got {known}")
+    # Differences of unsigned integers are not negative, and few bits do not hold sums of lengths.
+    return jnp.asarray(offsets, jnp.int32)
 
 
 class StateSlots(NamedTuple):
     """Slots of N sequences, no two of which share one."""
 
     slot: Int[Array, "N"]
-    """Slot of each sequence. A number past the last slot marks a row of padding: its state is dropped, and its outputs
-    mean nothing, but are finite if its inputs are."""
+    """Slot of each sequence. A number past the last slot, or below 0, marks a row of padding: its state is dropped, and
+    its outputs mean nothing, but are finite if its inputs are."""
     fresh: Bool[Array, "N"]
     """True for a sequence that starts from zeros, whatever the last owner left in its slot."""
+
+    def ready(self) -> StateSlots:
+        """Slots as arrays, int32 and bool, in which every row of padding has a number past the last slot."""
+        slot = jnp.asarray(self.slot).astype(jnp.int32)
+        return StateSlots(jnp.where(slot < 0, np.iinfo(np.int32).max, slot), jnp.asarray(self.fresh, bool))
 
     def load(self, states: Float[Array, "S *D"]) -> Float[Array, "N *D"]:
         """States of the sequences, `[N, ...]`, out of the states of all slots, `[S, ...]`."""

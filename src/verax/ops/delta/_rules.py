@@ -16,7 +16,15 @@ from jaxtyping import Array, Float, Int
 from verax.errors import InvalidParameterError
 from verax.ops._dispatch import vary_alike
 from verax.ops.delta._chunk import SMALLEST_CHUNK
-from verax.ops.delta._inputs import DeltaInputs, StateSlots, check_axes, check_shapes, interleave, l2_normalize
+from verax.ops.delta._inputs import (
+    DeltaInputs,
+    StateSlots,
+    check_axes,
+    check_shapes,
+    interleave,
+    l2_normalize,
+    packed_offsets,
+)
 from verax.ops.delta._recurrence import delta_recurrence, delta_slot_recurrence
 
 IMPLEMENTATIONS = {"recurrent": "reference", "chunk": "chunk", "step": "step"}
@@ -30,8 +38,8 @@ class DeltaOptions(TypedDict, total=False):
     output_final_state: whether to return the final states as well, in float32.
     slots: where the sequences' states lie in an `initial_state` `[slots, HV, K, V]` of all slots. The final states are
         the states of all slots then. With `mode="auto"` only.
-    cu_seqlens: `[N + 1]` ascending offsets from 0, for N sequences packed along T of a batch of one. An array, so one
-        compiled call serves all packings; it is not checked. Tokens past the last offset give zeros.
+    cu_seqlens: `[N + 1]` ascending offsets from 0, for N sequences packed along T of a batch of one. With an array of
+        JAX, one compiled call serves all packings; it is not checked. Tokens past the last offset give zeros.
     use_qk_l2norm: normalise q and k (and comba's p) first: `x / sqrt(sum(x^2) + 1e-6)`.
     mode: `"recurrent"` (token by token, the definition), `"chunk"` (matmuls; the one with a gradient made for it),
         `"step"` (decode, T = 1), or `"auto"`: the fastest that takes the call.
@@ -238,13 +246,11 @@ def _run(
     HV, V = v.shape[2:]
     if H == 0 or HV % H:
         raise InvalidParameterError(f"v: expected a multiple of the {H} heads of q and k, got {HV} heads")
-    if cu_seqlens is not None and (cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or B != 1):
-        raise InvalidParameterError(
-            f"cu_seqlens: expected offsets [N + 1] into a batch of 1, got {list(cu_seqlens.shape)} and a batch of {B}"
-        )
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    offsets = packed_offsets(cu_seqlens, B, T // steps)
+    N = B if offsets is None else offsets.shape[0] - 1
     if slots is not None and (initial_state is None or mode != "auto"):
         raise InvalidParameterError("slots: expected initial_state with them, the states of all slots, and mode auto")
+    slots = None if slots is None else slots.ready()
     states = N if slots is None or initial_state is None else initial_state.shape[0]
     check_shapes(
         k=(k, q.shape),
@@ -255,7 +261,7 @@ def _run(
     )
     if mode not in ("auto", *IMPLEMENTATIONS):
         raise InvalidParameterError(f"mode: expected auto, {', '.join(IMPLEMENTATIONS)}, got {mode!r}")
-    if mode == "step" and (steps != T or cu_seqlens is not None):
+    if mode == "step" and (steps != T or offsets is not None):
         raise InvalidParameterError(f"mode: step takes one token of each sequence of a batch, got T = {T // steps}")
     if chunk_size is not None and (chunk_size < SMALLEST_CHUNK or chunk_size & (chunk_size - 1)):
         raise InvalidParameterError(f"chunk_size: expected a power of two from {SMALLEST_CHUNK}, got {chunk_size}")
@@ -273,7 +279,7 @@ def _run(
     if B == 0:
         return jnp.zeros((0, T // steps, HV, V), dtype), state if output_final_state else None
     x, state = vary_alike(jax.tree.map(jnp.asarray, (x, state)))
-    offsets = None if cu_seqlens is None else cu_seqlens * steps
+    offsets = None if offsets is None else offsets * steps
     options: dict[str, Any] = {
         "scale": K**-0.5 if scale is None else scale,
         "use_qk_l2norm": use_qk_l2norm,
