@@ -242,6 +242,17 @@ CALLS = {
 }
 """Calls whose implementations make arrays of their own."""
 
+BLOCKS = ops.BlockQuantizedWeight.from_blocks("Q8_0", np.zeros((48, 68), np.uint8))
+
+OTHER_CALLS = {
+    "multi_linear": (ones(40, 64), [ones(48, 64)]),
+    "swiglu": (ones(40, 64), ones(48, 64), ones(48, 64)),
+    "gelu_mlp": (ones(40, 64), ones(48, 64), ones(32, 48)),
+    "rms_norm": (ones(3, 64), ones(64)),
+    "attention": (ones(1, 5, 4, 8), ones(1, 5, 2, 8), ones(1, 5, 2, 8)),
+    "write_pages": (*PAGED[:2], ones(3, 2, 8), ones(3, 2, 8), jnp.asarray([1, 1, 2]), jnp.asarray([0, 1, 2])),
+}
+
 
 @pytest.mark.parametrize("name", CALLS)
 def test_results_are_the_same_with_64_bits(name):
@@ -254,3 +265,40 @@ def test_results_are_the_same_with_64_bits(name):
             wide = run(*given)
         assert wide.dtype == plain.dtype == jnp.float32
         np.testing.assert_allclose(wide, plain, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "changes", "options", "begins"),
+    [
+        ("linear", {0: ones(40, 32)}, {}, "weight: expected"),
+        ("linear", {0: [1.0] * 64}, {}, "weight: expected"),
+        ("linear", {}, {"bias": ones(1)}, r"bias: expected shape \[48\], got \[1\]"),
+        ("linear", {0: ones(4, 32), 1: BLOCKS}, {}, "weight: expected"),
+        ("multi_linear", {1: [ones(3, 64)] * 2}, {"biases": [None]}, "biases: expected one for each of 2"),
+        ("multi_linear", {1: [ones(3, 64), ones(3, 4)]}, {}, r"weights\[1\]: expected"),
+        ("swiglu", {1: ops.PackedWeight.from_weight(ones(32, 64))}, {}, "up: expected"),
+        ("gelu_mlp", {2: ones(48, 4)}, {}, "down: expected"),
+        ("rms_norm", {1: ones(1)}, {"eps": 1e-6}, "weight: expected"),
+        ("layer_norm", {}, {"eps": 1e-6, "residual": ones(1, 64)}, "residual: expected"),
+        ("conv2d", {}, {"bias": ones(1)}, "bias: expected"),
+        ("attention", {0: ones(1, 5, 3, 8)}, {}, "q: expected a multiple of the 2 heads"),
+        ("attention", {2: ones(1, 4, 2, 8)}, {}, "v: expected"),
+        ("attention", {}, {"sinks": ones(2)}, "sinks: expected"),
+        ("attention", {}, {"segments": jnp.zeros((2, 5), int)}, "segments: expected"),
+        ("attention", {1: jnp.ones((1, 5, 2, 8), jnp.int8)}, {}, "k: expected floats, got int8"),
+        ("attention", {}, {"window": 2.5}, "window: expected a whole number"),
+        ("attention", {}, {"window": 2**31}, "window: expected a whole number"),
+        ("attention", {}, {"soft_cap": float("nan")}, "soft_cap: expected"),
+        ("paged_decode_attention", {4: jnp.asarray([7, 7])}, {}, "kv_lengths: expected"),
+        ("paged_decode_attention", {}, {"sinks": ones(1)}, "sinks: expected"),
+        ("paged_attention", {5: jnp.asarray([0, 1, 3])}, {}, "query_starts: expected"),
+        ("write_pages", {2: ones(3, 1, 8)}, {}, "k: expected"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_by_name_whatever_implementation_would_run(name, changes, options, begins):
+    given = list((CALLS | OTHER_CALLS)[name])
+    for place, array in changes.items():
+        given[place] = array
+    with pytest.raises(InvalidParameterError, match=f"^{begins}"):
+        ops.operations()[name](*given, **options)

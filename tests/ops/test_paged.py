@@ -218,6 +218,17 @@ def test_written_pages_hold_what_was_written_and_nothing_else_changes():
         np.testing.assert_array_equal(np.array(out.astype(jnp.float32)), expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_tokens_without_a_place_are_not_written(dtype):
+    x = jnp.ones((4, 2, 8))
+    caches = tuple(ops.new_pages((4, 2, 8, 8), dtype) for _ in range(2))
+    arrays = x, -x, jnp.asarray([-1, 4, 1, 2]), jnp.asarray([7, 0, -1, 3])
+    for implementation in ops.write_pages.supporting(*caches, *arrays):
+        for array in jax.tree.leaves(implementation(*caches, *arrays)):
+            pages, _, offsets, *_ = np.nonzero(np.asarray(array))
+            assert set(zip(pages.tolist(), offsets.tolist(), strict=True)) == {(2, 3)}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_pages_written_by_head_equal_the_references(dtype):
     rng = np.random.default_rng(6)

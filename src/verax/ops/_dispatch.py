@@ -193,17 +193,26 @@ class Operation(Generic[P, R]):
         reference: the reference, a function.
         implementations: all of them by name, the reference first.
         fused: True if the operation does the work of several layers at once, see `use_unfused`.
+        check: function of a call's arguments that raises for those that no implementation takes, before one is chosen.
         examples: typical calls, which `verax info` shows the choice for.
     """
 
     num_registered: ClassVar[int] = 0
     """Implementations of all operations that were registered so far, those that were replaced since included."""
 
-    def __init__(self, reference: Callable[P, R], *, slow_on: Mapping[str, str] | None = None, fused: bool = False):
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        *,
+        slow_on: Mapping[str, str] | None = None,
+        fused: bool = False,
+        check: Callable[..., None] | None = None,
+    ):
         self.name = reference.__name__
         self.__doc__ = reference.__doc__
         self.reference = self.__wrapped__ = reference
         self.fused = fused
+        self.check = check
         self.implementations: dict[str, Implementation[P, R]] = {}
         self.examples: Sequence[Example] = ()
         self._warned: set[tuple[str, str]] = set()
@@ -280,6 +289,8 @@ class Operation(Generic[P, R]):
             )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.check is not None:
+            self.check(*args, **kwargs)
         return self.select(*args, **kwargs)(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -287,15 +298,20 @@ class Operation(Generic[P, R]):
 
 
 def operation(
-    reference: Callable[P, R] | None = None, *, slow_on: Mapping[str, str] | None = None, fused: bool = False
+    reference: Callable[P, R] | None = None,
+    *,
+    slow_on: Mapping[str, str] | None = None,
+    fused: bool = False,
+    check: Callable[..., None] | None = None,
 ) -> Any:
     """Make an `Operation` of its reference; a decorator, with or without arguments.
 
     Args:
         slow_on: by platform, the reason why running the reference there deserves a warning.
         fused: True if the operation does the work of several layers at once.
+        check: function of a call's arguments that raises for those that no implementation takes.
     """
-    make = partial(Operation, slow_on=slow_on, fused=fused)
+    make = partial(Operation, slow_on=slow_on, fused=fused, check=check)
     return make if reference is None else make(reference)
 
 
@@ -391,6 +407,25 @@ def use_unfused() -> AbstractContextManager[None]:
     The references of all operations that are registered with `fused=True` are selected.
     """
     return use_implementations(**{name: REFERENCE for name, op in _REGISTRY.items() if op.fused})
+
+
+def check_axes(**given: jax.Array) -> None:
+    """Raise `InvalidParameterError` for the first array that is not `[B, T, heads, size]`."""
+    for name, array in given.items():
+        if getattr(array, "ndim", None) != 4:
+            raise InvalidParameterError(f"{name}: expected shape [B, T, heads, size], got {_shape_of(array)}")
+
+
+def check_shapes(**given: tuple[Any, Sequence[int]]) -> None:
+    """Raise `InvalidParameterError` for the first argument of another shape than expected; None is never wrong."""
+    for name, (array, expected) in given.items():
+        shape = getattr(array, "shape", None)
+        if array is not None and (shape is None or tuple(shape) != tuple(expected)):
+            raise InvalidParameterError(f"{name}: expected shape {list(expected)}, got {_shape_of(array)}")
+
+
+def _shape_of(array: Any) -> str:
+    return str(list(array.shape)) if hasattr(array, "shape") else f"a {type(array).__name__}, which is not an array"
 
 
 # A kernel has no derivative. The rules below stand in for it, and take every array as an argument: a function must not

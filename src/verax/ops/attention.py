@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Integral, Real
 from typing import Any, TypedDict, Unpack
 
 import jax
@@ -10,14 +12,37 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from verax.errors import InvalidParameterError
-from verax.ops._dispatch import Example, float32, operation
+from verax.ops._dispatch import Example, check_axes, check_shapes, float32, operation
 
 MASKED = -1e30
 """Score of a masked key, which no softmax notices. Not -inf: a row without visible keys, which gives 0, must not have
 a gradient of NaN."""
 
 
-@operation
+class ScoreOptions(TypedDict, total=False):
+    """Keyword arguments of every attention over keys: `scale`, `window`, `soft_cap`, `sinks`, see `attention`."""
+
+    scale: float | None
+    window: int | None
+    soft_cap: float | None
+    sinks: Float[Array, "N"] | None
+
+
+def _check(
+    q: Any, k: Any, v: Any, *, segments: Any = None, causal: bool = True, **options: Unpack[ScoreOptions]
+) -> None:
+    check_axes(q=q, k=k, v=v)
+    (B, T, N, H), (_, S, K, _) = q.shape, k.shape
+    check_shapes(k=(k, (B, S, K, H)), v=(v, (B, S, K, H)), segments=(segments, (B, T)))
+    check_heads(N, K, **options)
+    if segments is not None and T != S:
+        raise InvalidParameterError(f"segments: expected as many keys as queries with them, got {S} and {T}")
+    for name, array in (("k", k), ("v", v)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise InvalidParameterError(f"{name}: expected floats, got {array.dtype}")
+
+
+@operation(check=_check)
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -47,7 +72,7 @@ def attention(
             `scale` nor `soft_cap` changes it.
 
     Raises:
-        InvalidParameterError: for a window or a soft cap that is not above 0.
+        InvalidParameterError: for a window or a soft cap that is not above 0, or arrays that do not fit each other.
     """
     check_scores(window, soft_cap)
     T, S = q.shape[1], k.shape[1]
@@ -67,15 +92,6 @@ MAX_SCORES = 1 << 26
 def _is_too_large_at_once(q: Any, k: Any, v: Any, **options: Any) -> bool:
     B, T, N, _ = q.shape
     return T > CHUNK and B * T * N * k.shape[1] > MAX_SCORES
-
-
-class ScoreOptions(TypedDict, total=False):
-    """Keyword arguments of every attention over keys: `scale`, `window`, `soft_cap`, `sinks`, see `attention`."""
-
-    scale: float | None
-    window: int | None
-    soft_cap: float | None
-    sinks: Float[Array, "N"] | None
 
 
 class AttentionOptions(ScoreOptions, total=False):
@@ -119,10 +135,24 @@ def chunked_attention(
 
 
 def check_scores(window: int | None, soft_cap: float | None) -> None:
-    """Raise for a window or a soft cap that is not above 0. Arrays are not checked."""
+    """Raise for a window or a soft cap that is not above 0, or not a number of its kind. Arrays are not checked."""
     for name, value in (("window", window), ("soft_cap", soft_cap)):
-        if value is not None and not isinstance(value, jax.Array) and value <= 0:
+        if value is None or isinstance(value, jax.Array):
+            continue
+        if not isinstance(value, Real) or not 0 < value < math.inf:
             raise InvalidParameterError(f"{name}: expected a number above 0, or None for none, got {value}")
+        if name == "window" and not (isinstance(value, Integral) and value < 1 << 31):
+            raise InvalidParameterError(f"window: expected a whole number below 2**31, or None for none, got {value}")
+
+
+def check_heads(
+    N: int, K: int, *, sinks: Any = None, window: Any = None, soft_cap: Any = None, scale: Any = None
+) -> None:
+    """Raise for N heads of queries that K heads of keys do not divide, or options of scores that do not fit them."""
+    check_scores(window, soft_cap)
+    if K == 0 or N % K:
+        raise InvalidParameterError(f"q: expected a multiple of the {K} heads of keys and values, got {N} heads")
+    check_shapes(sinks=(sinks, (N,)))
 
 
 def _visible(positions: Int[Array, "T"], S: int, causal: bool, window: int | None) -> Bool[Array, "1 T S"]:

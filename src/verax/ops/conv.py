@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from verax.errors import InvalidParameterError
-from verax.ops._dispatch import Example, float32, operation
+from verax.ops._dispatch import Example, check_shapes, float32, operation
 from verax.ops.attention import exact_products
 
 Stride = int | Sequence[int]
@@ -27,7 +27,11 @@ class Geometry(TypedDict, total=False):
     padding: Padding
 
 
-@operation
+def _check(x: Any, weight: Any, bias: Any = None, **_: Any) -> None:
+    check_shapes(bias=(bias, weight.shape[:1]))
+
+
+@operation(check=_check)
 def conv3d(
     x: Float[Array, "B T H W C"],
     weight: Float[Array, "O C kt kh kw"],
@@ -61,7 +65,7 @@ def conv3d(
     return _convolve(x, weight, bias, cache, jnp.float32, stride=stride, padding=padding)
 
 
-@operation
+@operation(check=_check)
 def conv2d(
     x: Float[Array, "B H W C"],
     weight: Float[Array, "O C kh kw"],
@@ -132,6 +136,8 @@ class ConvShape:
         cache: Sequence[int] | None = None,
     ):
         axes = ("time", "height", "width")[-len(weight[2:]) :]
+        if len(axes) != len(weight) - 2 or len(x) != len(weight):
+            raise InvalidParameterError(f"weight: its shape {list(weight)} does not fit an x of shape {list(x)}")
         if x[-1] != weight[1]:
             raise InvalidParameterError(f"weight: takes {weight[1]} channels, but x has {x[-1]}")
         self.stride = (stride,) * len(axes) if isinstance(stride, int) else tuple(stride)

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from verax.errors import InvalidParameterError
-from verax.ops._dispatch import Example, bfloat16, differentiated_as, float32, operation
+from verax.ops._dispatch import Example, bfloat16, check_shapes, differentiated_as, float32, operation
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.packed import PackedWeight
 from verax.ops.pointwise import gelu
@@ -24,7 +24,16 @@ Quantized = QuantizedWeight | BlockQuantizedWeight
 Weight = Float[Array, "F D"] | Quantized | PackedWeight
 
 
-@operation
+def _check(x: Any, weight: Any, bias: Any = None, *, names: tuple[str, str] = ("weight", "bias")) -> None:
+    shape, inputs = getattr(weight, "shape", ()), getattr(x, "shape", ())
+    if len(shape) != 2 or inputs[-1:] != shape[1:]:
+        raise InvalidParameterError(
+            f"{names[0]}: expected [F, D] for x [..., D], got {list(shape)} for {list(np.shape(x))}"
+        )
+    check_shapes(**{names[1]: (bias, shape[:1])})
+
+
+@operation(check=_check)
 def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None) -> Float[Array, "*B F"]:
     """`x W^T + b` in float32: the inputs are rounded to the weight's dtype, products are accumulated in float32.
 
@@ -41,7 +50,8 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
     Derivatives pass roundings of the inputs as if there were none.
 
     Raises:
-        InvalidParameterError: for an array of integers, which says nothing about their scales.
+        InvalidParameterError: for an array of integers, which says nothing about their scales, or shapes that do
+            not fit.
     """
     if isinstance(weight, PackedWeight):
         weight = weight.unpacked()
@@ -67,7 +77,17 @@ linear.examples = [
 ]
 
 
-@operation(fused=True)
+def _check_several(
+    x: Any, weights: Sequence[Any], biases: Sequence[Any] | None = None, dtypes: Sequence[Any] | None = None
+) -> None:
+    for name, given in (("biases", biases), ("dtypes", dtypes)):
+        if given is not None and len(given) != len(weights):
+            raise InvalidParameterError(f"{name}: expected one for each of {len(weights)} weights, got {len(given)}")
+    for i, (weight, bias) in enumerate(zip(weights, biases or [None] * len(weights), strict=True)):
+        _check(x, weight, bias, names=(f"weights[{i}]", f"biases[{i}]"))
+
+
+@operation(fused=True, check=_check_several)
 def multi_linear(
     x: Float[Array, "*B D"],
     weights: Sequence[Weight],
@@ -90,7 +110,14 @@ def rounded_to(ys: Iterable[Array], dtypes: Sequence[DTypeLike] | None) -> tuple
 multi_linear.examples = [Example((float32(4, 1024), [bfloat16(3072, 1024)] * 3), label="4 rows")]
 
 
-@operation(fused=True)
+def _check_mlp(
+    x: Any, up: Any, down: Any, up_bias: Any = None, down_bias: Any = None, *, approximate: bool = False
+) -> None:
+    _check(x, up, up_bias, names=("up", "up_bias"))
+    check_shapes(down=(down, (down.shape[0], up.shape[0])), down_bias=(down_bias, down.shape[:1]))
+
+
+@operation(fused=True, check=_check_mlp)
 def gelu_mlp(
     x: Float[Array, "*B D"],
     up: Weight,
@@ -112,7 +139,12 @@ def gelu_mlp(
 gelu_mlp.examples = [Example((float32(64, 384), float32(1536, 384), float32(384, 1536), float32(1536), float32(384)))]
 
 
-@operation(fused=True)
+def _check_swiglu(x: Any, gate: Any, up: Any, gate_bias: Any = None, up_bias: Any = None) -> None:
+    _check(x, gate, gate_bias, names=("gate", "gate_bias"))
+    check_shapes(up=(up, gate.shape), up_bias=(up_bias, gate.shape[:1]))
+
+
+@operation(fused=True, check=_check_swiglu)
 def swiglu(
     x: Float[Array, "*B D"],
     gate: Weight,
@@ -217,7 +249,7 @@ def _add(y: Float[Array, "*B F"], bias: Float[Array, "F"] | None) -> Float[Array
 
 
 def _is_single_row(x: jax.Array | jax.ShapeDtypeStruct, weight: object, bias: object = None) -> bool:
-    return x.size == x.shape[-1] and not isinstance(weight, Quantized | PackedWeight)
+    return math.prod(x.shape[:-1]) == 1 and not isinstance(weight, Quantized | PackedWeight)
 
 
 @linear.implementation("pad_to_two_rows", platforms=("cpu", "tpu"), accepts=_is_single_row)

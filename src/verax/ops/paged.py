@@ -22,10 +22,11 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Float32, Int, Int8
 
-from verax.ops._dispatch import Example, bfloat16, float32, int32, operation
+from verax.ops._dispatch import Example, bfloat16, check_shapes, float32, int32, operation
 from verax.ops.attention import (
     MASKED,
     ScoreOptions,
+    check_heads,
     check_scores,
     float32_product,
     soft_capped,
@@ -151,7 +152,13 @@ QUERY_TILE = 32
 """Queries of one sequence taken at a time in a ragged step: a shorter prompt chunk pads to it."""
 
 
-@operation
+def _check_write(k_cache: Pages, v_cache: Pages, k: Any, v: Any, pages: Any, offsets: Any) -> None:
+    T, (_, K, _, H) = len(k), k_cache.shape
+    check_shapes(v_cache=(v_cache, k_cache.shape), k=(k, (T, K, H)), v=(v, (T, K, H)))
+    check_shapes(pages=(pages, (T,)), offsets=(offsets, (T,)))
+
+
+@operation(check=_check_write)
 def write_pages(
     k_cache: Pages,
     v_cache: Pages,
@@ -160,7 +167,10 @@ def write_pages(
     pages: Int[Array, "T"],
     offsets: Int[Array, "T"],
 ) -> tuple[Pages, Pages]:
-    """Write token t's keys and values to `offsets[t]` in `pages[t]`, in the caches' dtype. Donate the caches."""
+    """Write token t's keys and values to `offsets[t]` in `pages[t]`, in the caches' dtype. Donate the caches.
+
+    Tokens whose page or offset does not exist, such as vLLM's -1 for padding, are not written.
+    """
     places = pages, slice(None), offsets
     return _written(k_cache, k, places), _written(v_cache, v, places)
 
@@ -168,8 +178,12 @@ def write_pages(
 def _written(cache: Pages, x: Float[Array, "T K H"], places: tuple[Any, ...]) -> Pages:
     if isinstance(cache, QuantizedPages):
         values, scales = quantize_tokens(x, cache.dtype)
-        return QuantizedPages(cache.values.at[places].set(values), cache.scales.at[places].set(scales))
-    return cache.at[places].set(x.astype(cache.dtype))
+        return QuantizedPages(_set(cache.values, places, values), _set(cache.scales, places, scales))
+    return _set(cache, places, x.astype(cache.dtype))
+
+
+def _set(array: Array, places: tuple[Any, ...], values: Array) -> Array:
+    return array.at[places].set(values, mode="drop", wrap_negative_indices=False)
 
 
 # XLA:TPU scatters many tokens into a copy of all pages whose heads follow the offsets, and copies that back: 1.1 GB
@@ -188,7 +202,23 @@ def _write_by_head(
     return _written(k_cache, k, places), _written(v_cache, v, places)
 
 
-@operation
+def _check(
+    q: Any,
+    k_cache: Pages,
+    v_cache: Pages,
+    page_table: Any,
+    kv_lengths: Any,
+    query_starts: Any = None,
+    **options: Unpack[ScoreOptions],
+) -> None:
+    (_, K, _, H), B = k_cache.shape, len(page_table)
+    T, N = q.shape[0] if query_starts is not None else B, q.shape[1]
+    check_shapes(q=(q, (T, N, H)), v_cache=(v_cache, k_cache.shape), kv_lengths=(kv_lengths, (B,)))
+    check_shapes(query_starts=(query_starts, (B + 1,)))
+    check_heads(N, K, **options)
+
+
+@operation(check=_check)
 def paged_attention(
     q: Float[Array, "T N H"],
     k_cache: Pages,
@@ -224,7 +254,7 @@ def paged_attention(
         Float32. The reference holds `O(T W p)` keys; use it for small shapes.
 
     Raises:
-        InvalidParameterError: for a window or a soft cap that is not above 0.
+        InvalidParameterError: for a window or a soft cap that is not above 0, or arrays that do not fit each other.
     """
     check_scores(window, soft_cap)
     T, N, H = q.shape
@@ -256,7 +286,7 @@ class PagedBatch(NamedTuple):
     """`[B + 1]`; None in a decode step."""
 
 
-@operation
+@operation(check=_check)
 def paged_decode_attention(
     q: Float[Array, "B N H"],
     k_cache: Pages,
@@ -285,7 +315,7 @@ def _dequantized(x: Float[Array, "*B s H"], scales: Float[Array, "*B s"] | None)
 def group_queries(q: Float[Array, "*B N H"], K: int, scale: float | None) -> Float[Array, "*B K G H"]:
     """Queries by the key/value head that they read, scaled."""
     H = q.shape[-1]
-    grouped = (q * (H**-0.5 if scale is None else scale)).reshape(*q.shape[:-2], K, -1, H)
+    grouped = (q * (H**-0.5 if scale is None else scale)).reshape(*q.shape[:-2], K, q.shape[-2] // K, H)
     return grouped
 
 

@@ -5,6 +5,7 @@ et al., 2016, arXiv:1607.06450); and the activation function that PyTorch comput
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,14 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from verax.ops._dispatch import Example, float32, operation
+from verax.ops._dispatch import Example, check_shapes, float32, operation
 
 
-@operation
+def _check_rms(x: Any, weight: Any, eps: Any, *, silu: bool = False, dtype: Any = None) -> None:
+    check_shapes(weight=(weight, x.shape[-1:]))
+
+
+@operation(check=_check_rms)
 def rms_norm(
     x: Float[Array, "*B D"],
     weight: Float[Array, "D"],
@@ -31,7 +36,11 @@ def rms_norm(
     return (jax.nn.silu(y) if silu else y).astype(dtype)
 
 
-@operation
+def _check_layer(x: Any, weight: Any, bias: Any, eps: Any, residual: Any = None) -> None:
+    check_shapes(weight=(weight, x.shape[-1:]), bias=(bias, x.shape[-1:]), residual=(residual, x.shape))
+
+
+@operation(check=_check_layer)
 def layer_norm(
     x: Float[Array, "*B D"],
     weight: Float[Array, "D"],

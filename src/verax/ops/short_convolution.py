@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from verax.errors import InvalidParameterError
-from verax.ops._dispatch import Example, float32, operation
-from verax.ops.delta._inputs import StateSlots, check_shapes, packed_offsets
+from verax.ops._dispatch import Example, check_shapes, float32, operation
+from verax.ops.delta._inputs import StateSlots, packed_offsets
 
 
 @operation

@@ -38,6 +38,8 @@ MAX_ROWS_QUANTIZED = 128
 def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
     if isinstance(weight, Quantized):
         return _has_kernel(weight)
+    if x.shape[-1] == 0:
+        return False
     return not isinstance(weight, PackedWeight) and weight.dtype in (jnp.float32, jnp.bfloat16)
 
 

@@ -68,24 +68,6 @@ def interleave(*steps: Float[Array, "B T *D"]) -> Float[Array, "B S *D"]:
     return jnp.stack(steps, axis=2).reshape(B, T * len(steps), *rest)
 
 
-def check_axes(**given: Array) -> None:
-    """Raise for the first array that is not `[B, T, heads, size]`."""
-    for name, array in given.items():
-        if getattr(array, "ndim", None) != 4:
-            raise InvalidParameterError(f"{name}: expected shape [B, T, heads, size], got {_shape_of(array)}")
-
-
-def check_shapes(**given: tuple[Array | None, tuple[int, ...]]) -> None:
-    """Raise for the first argument whose shape is not the one expected; None is never wrong."""
-    for name, (array, expected) in given.items():
-        if array is not None and getattr(array, "shape", None) != expected:
-            raise InvalidParameterError(f"{name}: expected shape {list(expected)}, got {_shape_of(array)}")
-
-
-def _shape_of(array: Any) -> str:
-    return str(list(array.shape)) if hasattr(array, "shape") else f"a {type(array).__name__}, which is not an array"
-
-
 def packed_offsets(cu_seqlens: Any, batch: int, tokens: int) -> Int[Array, "M"] | None:
     """Offsets of packed sequences as int32; None for None. Those that the host knows, of NumPy or a list, are checked.
 

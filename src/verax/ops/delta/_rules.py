@@ -14,13 +14,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax.errors import InvalidParameterError
-from verax.ops._dispatch import vary_alike
+from verax.ops._dispatch import check_axes, check_shapes, vary_alike
 from verax.ops.delta._chunk import SMALLEST_CHUNK
 from verax.ops.delta._inputs import (
     DeltaInputs,
     StateSlots,
-    check_axes,
-    check_shapes,
     interleave,
     l2_normalize,
     packed_offsets,

@@ -13,8 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax.errors import InvalidParameterError
-from verax.ops._dispatch import vary_alike
-from verax.ops.delta._inputs import check_axes, check_shapes, l2_normalize
+from verax.ops._dispatch import check_axes, check_shapes, vary_alike
+from verax.ops.delta._inputs import l2_normalize
 from verax.ops.delta._rules import gated_delta_rule
 from verax.ops.hierarchical._inputs import Pair, ResonanceFlux, chunk_flux, token_flux
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from verax.ops.delta._inputs import check_axes, check_shapes
+from verax.ops._dispatch import check_axes, check_shapes
 
 LOWEST, HIGHEST = 0.01, 0.99
 
