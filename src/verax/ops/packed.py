@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from verax.errors import InvalidParameterError
 from verax.ops._dispatch import Example, float32, operation
 from verax.ops.quantized import QuantizedWeight
 
@@ -63,13 +64,25 @@ class PackedWeight:
         Args:
             weight: weight `[F, D]`.
             rounded_cell_values: inputs of a cell of 8-bit integers that round their inputs.
+
+        Raises:
+            InvalidParameterError: for another weight, whose further scales or zero points would be left out, or inputs
+                that are not whole cells.
         """
         scales, values, rounds = None, cast(Any, weight), False
         if isinstance(weight, QuantizedWeight):
+            if not weight.is_plain or weight.bits != 8 or weight.group_size is not None:
+                raise InvalidParameterError(
+                    "weight: expected 8-bit integers with a scale for each row and nothing else"
+                )
             values, rounds = weight.values, weight.rounds_inputs
             scales = weight.scales[:, 0].astype(jnp.float32)
         kind = str(values.dtype)
+        if scales is None and kind not in ("float32", "bfloat16"):
+            raise InvalidParameterError(f"weight: expected float32, bfloat16 or a QuantizedWeight, got {kind}")
         count = rounded_cell_values if rounds else CELL_VALUES[kind]
+        if weight.shape[1] % count:
+            raise InvalidParameterError(f"weight: expected inputs in cells of {count}, got {weight.shape[1]} of them")
         if rounds:
             values = (values.astype(jnp.int16) + OFFSET).astype(jnp.uint8)
         F, D = weight.shape

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.cpu import needs_library
 from verax import ops
+from verax.errors import InvalidParameterError
 from verax.ops.cpu import library
 from verax.ops.packed import PackedWeight
 
@@ -252,6 +253,16 @@ def test_the_reference_and_another_platform_take_packed_weights(kind):
     with ops.use_target("gpu", "NVIDIA H100 80GB HBM3"):
         assert ops.linear.select(x, packed).is_reference
         assert ops.pack_weight.select(w).is_reference
+
+
+def test_weights_that_a_layout_would_change_are_refused():
+    w = jnp.ones((48, 64))
+    grouped = ops.quantize(w, 8, 32)
+    others = [grouped, ops.quantize(w, 4, 32), ops.quantize(w, 8, is_float=True), w.astype(jnp.float16)]
+    others += [replace(ops.quantize(w, 8), zeros=jnp.ones((48, 1), jnp.int8)), jnp.ones((48, 33), jnp.bfloat16)]
+    for weight in others:
+        with pytest.raises(InvalidParameterError, match=r"^weight: expected"):
+            PackedWeight.from_weight(weight)
 
 
 def test_packing_is_for_shapes_and_kinds_that_the_kernel_takes():
