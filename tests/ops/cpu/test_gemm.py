@@ -60,12 +60,16 @@ def test_every_shape_is_exact_to_rounding(level, kind, m, k, n):
 def test_blocks_of_gguf_files_are_unpacked_on_the_way(level, kind):
     # Pieces of K (384 or 192) end within super-blocks of 256.
     w = ops.BlockQuantizedWeight.from_blocks(kind, random_blocks(kind, 80, 768))
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((40, 768)), jnp.bfloat16)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((40, 768)), jnp.float32)
     with library.use_level(level):
         rounded = jnp.bfloat16 if library.has("bf16_dot") else jnp.float32
-        weights = np.asarray(w.dequantize(rounded), np.float64)
-        size = np.abs(np.asarray(x, np.float64)) @ np.abs(weights).T
-        assert np.all(np.abs(native(x, w) - np.asarray(x, np.float64) @ weights.T) <= 1e-5 * size)
+        inputs, weights = np.asarray(x.astype(rounded), np.float64), np.asarray(w.dequantize(rounded), np.float64)
+        size = np.abs(inputs) @ np.abs(weights).T
+        assert np.all(np.abs(native(x, w) - inputs @ weights.T) <= 1e-5 * size)
+        # A value that is not finite spoils its row alone.
+        spoiled, others = np.asarray(native(x.at[1, 700].set(jnp.inf), w)), np.arange(40) != 1
+        assert not np.isfinite(spoiled[1]).any()
+        np.testing.assert_array_equal(spoiled[others], np.asarray(native(x, w))[others])
 
 
 @for_each_level
@@ -109,7 +113,7 @@ CHOICES = {
     ),
     # XLA would convert bfloat16 and integers.
     "avx2": (
-        {"fma"},
+        {"fma", "half_dot"},
         {
             "native": [(11, "bfloat16"), (128, "int8")],
             "native_gemm": [
@@ -134,6 +138,14 @@ def test_it_runs_where_it_is_faster(level, monkeypatch):
         x, w, _ = arrays(33, 64, 48, "float32")
         assert ops.linear.select(x, w.astype(jnp.float16)).name == "reference"
         assert ops.linear.select(x, ops.quantize(w, 8, 32)).name == "native"
+
+
+@pytest.mark.parametrize(("level", "least"), {"amx": 33, "avx512_bf16": 129, "neon_bf16": 129, "avx2": 33}.items())
+def test_blocks_of_gguf_files_go_to_it_from_more_rows_on(level, least, monkeypatch):
+    monkeypatch.setattr(library, "has", lambda capability: capability in CHOICES[level][0])
+    w = ops.BlockQuantizedWeight.from_blocks("Q4_0", random_blocks("Q4_0", 48, 64))
+    x = jnp.zeros((least, 64))
+    assert [ops.linear.select(x[:rows], w).name for rows in (least - 1, least)] == ["native", "native_gemm"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

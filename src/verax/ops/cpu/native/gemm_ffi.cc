@@ -31,7 +31,8 @@ ffi::Error gemm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, f
     case ffi::U32: task.kind = Weights::blocks; break;
     default: return ffi::Error::InvalidArgument("gemm: expected a weight of float32, bfloat16, int8 or blocks");
   }
-  if (x.element_type() != (task.kind == Weights::f32 ? ffi::F32 : ffi::BF16)) {
+  const bool floats = task.kind == Weights::f32 || (task.kind == Weights::blocks && !gemm_rounds_blocks());
+  if (x.element_type() != (floats ? ffi::F32 : ffi::BF16)) {
     return ffi::Error::InvalidArgument("gemm: expected x in float32 with float32 weights, in bfloat16 with others");
   }
   const auto num_scales = static_cast<int64_t>(scales.element_count());

@@ -31,28 +31,12 @@ Inputs* inputs(const LinearTask& t, int64_t m, int64_t k) {
 
 // 32 values, of which the scale is NaN if one is not finite: every output that they have a part in is then NaN.
 void pack_chunk(const float* x, int8_t* to, Inputs* with) {
-  Chunk chunk = load_chunk(x);
-  F32 peaks = zero(), wrong = zero();
-  VERAX_UNROLL
-  for (int i = 0; i < Chunk::parts; ++i) {
-    peaks = max(max(chunk.part[i], sub(zero(), chunk.part[i])), peaks);
-    wrong = fma(chunk.part[i], zero(), wrong);
-  }
-  const float scale = largest_lane(peaks) / LARGEST_INTEGER;
-  const F32 factor = broadcast(integer_factor(scale));
-  F32 numbers[4] = {zero(), zero(), wrong, wrong};
-  VERAX_UNROLL
-  for (int i = 0; i < Chunk::parts; ++i) {
-    chunk.part[i] = whole(mul(chunk.part[i], factor));
-    numbers[i * 2 / Chunk::parts] = add(numbers[i * 2 / Chunk::parts], chunk.part[i]);
-  }
-  store_inputs(to, chunk);
-  float sums[4];
-  sum_each(numbers, sums);
-  const bool finite = sums[2] == 0;
-  with->scale = scale + sums[2];
-  with->sum = with->scale * (sums[0] + sums[1]);
-  for (int i = 0; i < 2; ++i) with->less[1 + i] = finite ? -static_cast<int32_t>(sums[i]) : 0;
+  const RoundedChunk chunk = round_chunk(x);
+  store_inputs(to, chunk.integers);
+  const bool finite = chunk.scale == chunk.scale;
+  with->scale = chunk.scale;
+  with->sum = chunk.scale * (chunk.sums[0] + chunk.sums[1]);
+  for (int i = 0; i < 2; ++i) with->less[1 + i] = finite ? -static_cast<int32_t>(chunk.sums[i]) : 0;
   with->less[0] = with->less[1] + with->less[2];
 }
 

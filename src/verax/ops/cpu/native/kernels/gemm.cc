@@ -17,6 +17,10 @@
 #include "gemm_tiles.h"
 #include "linear_integers.h"
 
+#if defined(__AVX2__) && !defined(VERAX_PORTABLE) && !defined(VERAX_BF16_DOT)
+#define VERAX_CODE_CELLS  // levels that multiply pairs of 16-bit integers faster than anything more exact than these
+#endif
+
 namespace verax {
 namespace VERAX_LEVEL {
 namespace {
@@ -38,12 +42,126 @@ struct Inputs<IntegerCells> {
   using Cells = IntegerCells;
 };
 
+// Numbers of a row of x, and of a column of W, in a piece.
+template <class Cells>
+constexpr int64_t X_NUMBERS = GEMM_DEPTH;
+template <class Cells>
+constexpr int64_t W_NUMBERS = GEMM_DEPTH;
+
+#if defined(VERAX_CODE_CELLS)
+
+// Codes of a format of blocks by integers of x, which have a scale for each chunk: two of 16 bits in a cell. In a piece, a
+// row of x is its cells, their scales and their sums; a column of W its cells, their scales and minimums.
+template <class Format>
+struct CodeCells {
+  using Element = float;
+  static constexpr int depth = 2;
+  static constexpr int64_t CELLS_OF_CHUNK = CHUNK / depth, CELLS_OF_GROUP = Format::GROUP / depth;
+  static constexpr int64_t CHUNKS = GEMM_DEPTH / CELLS_OF_CHUNK, GROUPS = GEMM_DEPTH / CELLS_OF_GROUP;
+  static constexpr int64_t SCALES = GEMM_DEPTH, SUMS = SCALES + CHUNKS, MINIMUMS = SCALES + GROUPS;
+
+  // The chunk of a row of x.
+  static void put(float* row, int64_t chunk, const float* x) {
+    const RoundedChunk rounded = round_chunk(x);
+    auto* integers = reinterpret_cast<int16_t*>(row) + chunk * CHUNK;
+    VERAX_UNROLL
+    for (int i = 0; i < Chunk::parts; ++i) store_int16s(integers + i * F32::lanes, rounded.integers.part[i]);
+    row[SCALES + chunk] = rounded.scale;
+    row[SUMS + chunk] = rounded.scale * (rounded.sums[0] + rounded.sums[1]);
+  }
+
+  // The chunk of as many columns of W as there are lanes, the c-th of their unit.
+  static void put(Strided<STRIP> columns, int64_t chunk, const uint32_t* unit, int c) {
+    const auto factors = Format::factors(unit);
+    VERAX_UNROLL
+    for (int q = 0; q < CHUNK / 4; ++q) {
+      const Words codes = Format::codes(unit, c, q);
+      float* to = columns.row(chunk * CELLS_OF_CHUNK + 2 * q);
+      store(to, as_floats(byte_halves<Format::OFFSET>(codes, 0)));
+      store(to + columns.stride, as_floats(byte_halves<Format::OFFSET>(codes, 1)));
+    }
+    VERAX_UNROLL
+    for (int h = 0; h < CHUNK / Format::GROUP; ++h) {
+      store(columns.row(SCALES + chunk * CHUNK / Format::GROUP + h), Format::scales(unit, factors, c, h));
+    }
+    if constexpr (Format::MINIMUMS) store(columns.row(MINIMUMS + chunk), Format::minimums(unit, factors, c));
+  }
+
+  // R x C: y = y so far + (codes . integers) * their scales + minimums * sums
+  template <int R, int C, class X, class W>
+  static void multiply(const Tile<X, W>& tile, int64_t depth) {
+    const Tile<X, W> t = tile;  // of its own: what is stored could be part of the other
+    float kept[R][C * F32::lanes], *sums = kept[0];
+    const auto each = [&](const auto& body) {
+      VERAX_UNROLL
+      for (int c = 0; c < C; ++c)
+        VERAX_UNROLL
+        for (int r = 0; r < R; ++r) body(r, c, c * F32::lanes, sums + (r * C + c) * F32::lanes);
+    };
+    each([&](int r, int, int at, float* sum) { store(sum, t.first ? zero() : load(t.y.row(r) + at)); });
+    for (int64_t group = 0, d = 0; d < depth; ++group) {
+      Words parts[R][C];
+      each([&](int r, int c, int, float*) { parts[r][c] = words(0); });
+      for (const int64_t end = d + CELLS_OF_GROUP; d < end; ++d) {
+        Words columns[C];
+        VERAX_UNROLL
+        for (int c = 0; c < C; ++c) columns[c] = as_words(load(t.weight.row(d) + c * F32::lanes));
+        VERAX_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const Words cell = word_at(t.x.row(r) + d);
+          VERAX_UNROLL
+          for (int c = 0; c < C; ++c) parts[r][c] = dot_halves(parts[r][c], columns[c], cell);
+        }
+      }
+      // In memory while parts take the registers.
+      sums = read_anew(sums);
+      const int64_t chunk = group * Format::GROUP / CHUNK;
+      const float *scales = t.weight.row(SCALES + group), *minimums = t.weight.row(MINIMUMS + chunk);
+      each([&](int r, int c, int at, float* sum) {
+        F32 so_far = load(sum);
+        if constexpr (Format::MINIMUMS) so_far = fma(load(minimums + at), broadcast(t.x.row(r)[SUMS + chunk]), so_far);
+        const F32 scale = mul(load(scales + at), broadcast(t.x.row(r)[SCALES + chunk]));
+        store(sum, fma(to_f32(parts[r][c]), scale, so_far));
+      });
+    }
+    each([&](int r, int, int at, const float* sum) {
+      store(t.y.row(r) + at, t.bias ? add(load(sum), load(t.bias + at)) : load(sum));
+    });
+  }
+};
+template <class Format>
+constexpr bool SCALED<CodeCells<Format>> = true;
+template <class Format>
+constexpr int64_t X_NUMBERS<CodeCells<Format>> = CodeCells<Format>::SUMS + CodeCells<Format>::CHUNKS;
+template <class Format>
+constexpr int64_t W_NUMBERS<CodeCells<Format>> = CodeCells<Format>::MINIMUMS + CodeCells<Format>::CHUNKS;
+template <class Format>
+struct Inputs<CodeCells<Format>> {
+  using Element = float;
+  using Cells = CodeCells<Format>;
+};
+template <class Format>
+using CellsOfBlocks = CodeCells<Format>;
+#elif defined(VERAX_BF16_DOT)
+template <class Format>
+using CellsOfBlocks = Bf16Cells;
+#else
+template <class Format>
+using CellsOfBlocks = F32Cells;
+#endif
+
 template <class Kind>
 void copy_rows(Matrix to, const GemmTask& t, const GemmBlock& block, int64_t k, int64_t values) {
   using Cells = typename Inputs<Kind>::Cells;
   for (int64_t r = 0; r < block.rows; ++r) {
     const auto* from = static_cast<const typename Inputs<Kind>::Element*>(t.x) + (block.m + r) * t.K + k;
-    for (int64_t i = 0; i < values; i += CHUNK) to_cells(Cells{}, to.row(r) + i / Cells::depth, from + i);
+    for (int64_t i = 0; i < values; i += CHUNK) {
+      if constexpr (SCALED<Cells>) {
+        Cells::put(to.row(r), i / CHUNK, from + i);
+      } else {
+        to_cells(Cells{}, to.row(r) + i / Cells::depth, from + i);
+      }
+    }
   }
 }
 
@@ -58,18 +176,24 @@ void pack_strip(Matrix to, const GemmTask& t, int64_t n, int64_t columns, int64_
   pack_columns<Kind>(to, rows, next, columns, values);
 }
 
-// Columns of blocks, which have the columns in their lanes already: they become cells of bfloat16.
+// Columns of blocks, which have the columns in their lanes already.
 template <class Format>
 void pack_blocks(Matrix to, const GemmTask& t, int64_t n, int64_t columns, int64_t k, int64_t values) {
+  using Cells = CellsOfBlocks<Format>;
   const int64_t units = (t.K + Format::UNIT - 1) / Format::UNIT;
   for (int64_t i = 0; i < columns; i += F32::lanes) {
     const auto* words = static_cast<const uint32_t*>(t.weight) + (n + i) / BLOCK * units * Format::WORDS * BLOCK;
     for (int64_t j = 0; j < values; j += CHUNK) {
       const auto* unit = words + (k + j) / Format::UNIT * Format::WORDS * BLOCK + (n + i) % BLOCK;
-      float* at = to.row(j / Bf16Cells::depth) + i;
-      unpack_chunk<Format>(unit, static_cast<int>((k + j) % Format::UNIT / CHUNK), [&](int h, F32 even, F32 odd) {
-        Bf16Cells::of_pair(at + h / Bf16Cells::depth * to.stride, to.stride, even, odd);
-      });
+      const int c = static_cast<int>((k + j) % Format::UNIT / CHUNK);
+      if constexpr (SCALED<Cells>) {
+        Cells::put(Strided<STRIP>{to.at + i}, j / CHUNK, unit, c);
+      } else {
+        float* at = to.row(j / Cells::depth) + i;
+        unpack_chunk<Format>(unit, c, [&](int h, F32 even, F32 odd) {
+          Cells::of_pair(at + h / Cells::depth * to.stride, to.stride, even, odd);
+        });
+      }
     }
   }
 }
@@ -85,16 +209,16 @@ struct Packing {
 };
 template <class Format>
 struct Packing<BlockCells<Format>> {
-  using Cells = Bf16Cells;
+  using Cells = CellsOfBlocks<Format>;
   static constexpr auto strip = pack_blocks<Format>;
 };
 
 template <class Kind>
 void multiply_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
+  using Cells = typename Packing<Kind>::Cells;
   float* memory = static_cast<float*>(scratch);
   const Strided<STRIP> weight{memory};
-  const Strided<GEMM_DEPTH> x{memory + GEMM_DEPTH * STRIP};
-  using Cells = typename Packing<Kind>::Cells;
+  const Strided<X_NUMBERS<Cells>> x{memory + W_NUMBERS<Cells> * STRIP};
   const int64_t most = GEMM_DEPTH * Cells::depth;
   for (int64_t k = 0; k < t.K; k += most) {
     const int64_t values = t.K - k < most ? t.K - k : most, depth = values / Cells::depth;

@@ -11,8 +11,9 @@ namespace verax {
 enum class Activation { none, gelu, gelu_tanh };
 
 // W is float32, bfloat16, of 8-bit integers with a scale for each row, or of blocks, whose weights are rounded to
-// bfloat16 where the processor multiplies these. x is float32 with float32 weights, and bfloat16 with the others. Products
-// are added in float32. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
+// bfloat16 where the processor multiplies these (`gemm_rounds_blocks`). x is float32 with float32 weights and with blocks
+// that are not rounded, bfloat16 with the others. Products are added in float32; x of blocks takes 16 bits with a scale for
+// each 32 values where the processor multiplies such integers. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
 //
 // x of int8_pairs is of 8-bit integers as well, with a scale for each row (`gemm_round`), and products are added exactly:
 // in 32-bit integers, or in float32, which holds them exactly up to K = 1,040.
@@ -40,6 +41,11 @@ struct GemmBlock {
 
 constexpr int64_t GEMM_DEPTH_STEP = 32, GEMM_COLUMN_STEP = 16;
 
+// True at a level that multiplies bfloat16.
+inline bool gemm_rounds_blocks() {
+  return level() == Level::avx512_bf16 || level() == Level::amx || level() == Level::neon_bf16;
+}
+
 // Cells of K that are multiplied at a time: this number of 48 columns fills three quarters of a 48 KB cache.
 constexpr int64_t GEMM_DEPTH = 192;
 
@@ -52,10 +58,12 @@ inline bool gemm_has_tiles(const GemmTask& t) {
   return t.kind != Weights::f32 && t.kind != Weights::int8_pairs && level() == Level::amx;
 }
 
-// Bytes of the memory that a block works in: cells of x and of a strip of W, each 4 bytes; or bfloat16 of 32 rows of W, and
+// Bytes of the memory that a block works in: cells of x and of a strip of W, each 4 bytes, and their scales, of 16 values or
+// 32, sums and minimums if these are codes of blocks; or bfloat16 of 32 rows of W, and
 // tiles of sums. Enough at every level.
 inline int64_t gemm_scratch_bytes(int64_t rows) {
-  const int64_t cells = 4 * (GEMM_DEPTH * (rows + GEMM_STRIP) + 16);
+  const int64_t numbers = GEMM_DEPTH + 3 * GEMM_DEPTH / 16;
+  const int64_t cells = 4 * (numbers * (rows + GEMM_STRIP) + 16);
   const int64_t tiles = 64 * GEMM_TILE_DEPTH + 128 * (rows + 2 * GEMM_TILE_ROWS);
   return cells > tiles ? cells : tiles;
 }

@@ -63,6 +63,10 @@ template <>
 constexpr bool INTEGERS<OffsetCells> = true;
 #endif
 
+// True for cells that have scales within a piece, which multiply a tile by a function of their own.
+template <class Kind>
+constexpr bool SCALED = false;
+
 // Bytes that a tile asks for while it multiplies: in each step those from `at` on, which advances by `step`.
 struct Ahead {
   const char* at;
@@ -136,7 +140,13 @@ void finish_integers(int64_t rows, const Tile<X, W>& t, int64_t columns) {
 
 template <class Kind, bool STREAMED, int C, int R = TILE<C>, class X, class W>
 void multiply_rows(int64_t rows, const Tile<X, W>& t, int64_t depth, Ahead ahead) {
-  if (rows == R) return multiply<Kind, STREAMED, R, C>(t, depth, ahead);
+  if (rows == R) {
+    if constexpr (SCALED<Kind>) {
+      return Kind::template multiply<R, C>(t, depth);
+    } else {
+      return multiply<Kind, STREAMED, R, C>(t, depth, ahead);
+    }
+  }
   if constexpr (R > 1) multiply_rows<Kind, STREAMED, C, R - 1>(rows, t, depth, ahead);
 }
 

@@ -44,6 +44,35 @@ inline float integer_scale(const float* x, int64_t count, float largest) {
 // What to multiply values by to get their integers: 0 where the inverse of a scale would not be finite.
 inline float integer_factor(float scale) { return scale > 1e-37f ? 1 / scale : 0; }
 
+// 32 values as whole numbers of at most 16 bits. The scale is NaN if a value is not finite.
+struct RoundedChunk {
+  Chunk integers;
+  float scale;
+  float sums[2];  // of the first 16 integers and of the others; NaN where the scale is
+};
+inline RoundedChunk round_chunk(const float* x) {
+  RoundedChunk to{load_chunk(x), 0, {}};
+  F32 peaks = zero(), wrong = zero();
+  VERAX_UNROLL
+  for (int i = 0; i < Chunk::parts; ++i) {
+    peaks = max(max(to.integers.part[i], sub(zero(), to.integers.part[i])), peaks);
+    wrong = fma(to.integers.part[i], zero(), wrong);
+  }
+  to.scale = largest_lane(peaks) / LARGEST_INTEGER;
+  const F32 factor = broadcast(integer_factor(to.scale));
+  F32 numbers[4] = {zero(), zero(), wrong, wrong};
+  VERAX_UNROLL
+  for (int i = 0; i < Chunk::parts; ++i) {
+    to.integers.part[i] = whole(mul(to.integers.part[i], factor));
+    numbers[i * 2 / Chunk::parts] = add(numbers[i * 2 / Chunk::parts], to.integers.part[i]);
+  }
+  float sums[4];
+  sum_each(numbers, sums);
+  to.scale += sums[2];
+  to.sums[0] = sums[0], to.sums[1] = sums[1];
+  return to;
+}
+
 constexpr int INPUT_BYTES = 2 * CHUNK;
 
 #if defined(VERAX_PORTABLE)

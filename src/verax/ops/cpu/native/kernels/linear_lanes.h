@@ -23,7 +23,7 @@ constexpr int lane_columns(int rows) { return rows > LANE_ROWS / 2 ? 1 : 2; }
 // The same address, of which the compiler does not know that: it would keep what it reads there for the first lanes, more
 // than registers hold, to have it for the others.
 template <class T>
-inline const T* read_anew(const T* p) {
+inline T* read_anew(T* p) {
   asm volatile("" : "+r"(p));  // or two of them would be taken for one
   return p;
 }

@@ -18,6 +18,7 @@
 // On x86 with vectors:
 //   load_halves(p): two signed bytes in a lane, as integers of 16 bits.
 //   load_byte_halves(p): the same of bytes without a sign.
+//   byte_halves<OFFSET>(w, i): a lane's bytes 2 i and 2 i + 1 less OFFSET, as integers of 16 bits.
 //   dot_halves(sums, a, b): a lane's sum + its two products of signed integers of 16 bits.
 // Where the processor has an instruction for them, VERAX_BYTE_DOT is defined, and:
 //   each_lane(bits): a word in all lanes; on ARM in one of a register, from which instructions take it for all.
@@ -31,6 +32,14 @@
 namespace verax {
 namespace VERAX_LEVEL {
 namespace {
+
+#if defined(__AVX2__) && !defined(VERAX_PORTABLE)
+// Where byte_halves finds its bytes, in each 128 bits: -1 is a zero.
+inline __m128i byte_halves_order(int i) {
+  const __m128i order = _mm_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
+  return i ? _mm_add_epi8(order, _mm_set1_epi16(2)) : order;
+}
+#endif
 
 #if defined(VERAX_PORTABLE)
 
@@ -137,6 +146,11 @@ inline F32 as_floats(Words a) { return {_mm512_castsi512_ps(a.v)}; }
 inline Words load_halves(const int8_t* p) {
   return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+template <int OFFSET>
+inline Words byte_halves(Words a, int i) {
+  const __m512i wide = _mm512_shuffle_epi8(a.v, _mm512_broadcast_i32x4(byte_halves_order(i)));
+  return {_mm512_sub_epi16(wide, _mm512_set1_epi16(OFFSET))};
+}
 inline Words load_byte_halves(const uint8_t* p) {
   return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
@@ -191,6 +205,11 @@ inline Words as_words(F32 a) { return {_mm256_castps_si256(a.v)}; }
 inline F32 as_floats(Words a) { return {_mm256_castsi256_ps(a.v)}; }
 inline Words load_halves(const int8_t* p) {
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+template <int OFFSET>
+inline Words byte_halves(Words a, int i) {
+  const __m256i wide = _mm256_shuffle_epi8(a.v, _mm256_broadcastsi128_si256(byte_halves_order(i)));
+  return {_mm256_sub_epi16(wide, _mm256_set1_epi16(OFFSET))};
 }
 inline Words load_byte_halves(const uint8_t* p) {
   return {_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
