@@ -112,12 +112,15 @@ def test_what_is_missing_or_there_twice_is_named_with_its_files(damage, says, tm
         Checkpoint.open(tmp_path)
 
 
-def test_a_folder_with_pickled_weights_only_says_what_to_do(tmp_path):
+def test_weights_in_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    for i in (1, 2):
-        (tmp_path / f"pytorch_model-0000{i}-of-00002.bin").write_bytes(b"x")
-    message = r"no safetensors files \(pytorch_model-00001-of-00002\.bin, .* cannot be read\).*save_pretrained"
-    with pytest.raises(CheckpointError, match=message):
+    (tmp_path / "consolidated.00.pth").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"no safetensors files, .*; consolidated\.00\.pth cannot be read"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"x": "pytorch_model-00001-of-00002.bin"}}')
+    with pytest.raises(
+        CheckpointError, match=r"pytorch_model-00001-of-00002\.bin missing, which pytorch_model\.bin\.index"
+    ):
         Checkpoint.open(tmp_path)
 
 

@@ -107,6 +107,7 @@ def fetched(call, files):
 
 
 def test_only_the_files_of_a_checkpoint_are_asked_for(calls, tmp_path):
+    (tmp_path / "model.safetensors").touch()
     assert resolve("org/name", revision="v2") == tmp_path
     (call,) = calls
     assert (call["name"], call["revision"]) == ("org/name", "v2")
@@ -136,7 +137,15 @@ def test_only_the_files_of_a_checkpoint_are_asked_for(calls, tmp_path):
     assert fetched(call, [*wanted, *unwanted]) == wanted
 
 
+def test_pickled_weights_are_asked_for_where_there_are_no_others(calls, tmp_path):
+    resolve("org/name")
+    wanted = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"]
+    others = ["training_args.bin", "optimizer.bin", "onnx/pytorch_model.bin", "rust_model.ot"]
+    assert [fetched(call, [*wanted, *others]) for call in calls] == [[], wanted]
+
+
 def test_folders_of_modules_are_fetched_where_a_file_lists_them(calls, tmp_path):
+    (tmp_path / "model.safetensors").touch()
     (tmp_path / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]')
     assert resolve("org/name") == tmp_path
     files = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin"]

@@ -55,7 +55,7 @@ def test_a_missing_model_is_one_line_with_a_traceback_for_debug_only(run):
     plain = run("generate", "-m", "/no/such/model", "abc")
     assert plain.status == 1
     assert plain.err == (
-        "verax: error: /no/such/model: no such folder; expected a folder with config.json and *.safetensors, "
+        "verax: error: /no/such/model: no such folder; expected a folder with config.json and weights, "
         "a .gguf file, or a hub id (organisation/name)\n"
     )
     for arguments in (["--debug", "generate"], ["generate", "--debug"]):

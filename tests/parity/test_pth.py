@@ -1,12 +1,15 @@
 """`.pth` files that torch.save writes, read bit for bit without it."""
 
 import collections
+import json
 import zipfile
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from verax.checkpoint.checkpoint import Checkpoint, fingerprint
 from verax.checkpoint.formats.pth import PthFile
 
 DTYPES = [
@@ -39,6 +42,26 @@ def test_values_are_read_bit_exactly_in_every_dtype(dtype, tmp_path):
     tensors |= {"x": bits.view(dtype), "scalar": bits.view(dtype)[1, 1, 0], "none": bits.view(dtype)[:, :0]}
     torch.save(tensors, tmp_path / "f.pth")
     check(tmp_path / "f.pth", tensors)
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_a_checkpoint_of_pickled_weights_is_opened_as_one_of_safetensors(files, tmp_path):
+    tensors = {"a.weight": torch.randn(3, 4).bfloat16(), "b.weight": torch.randn(5)}
+    (tmp_path / "config.json").write_text("{}")
+    if files == 1:
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    else:
+        names = {key: f"pytorch_model-0000{i}-of-00002.bin" for i, key in enumerate(tensors, 1)}
+        for key, name in names.items():
+            torch.save({key: tensors[key]}, tmp_path / name)
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    opened = Checkpoint.open(tmp_path)
+    assert opened.names() == list(tensors)
+    for name, tensor in tensors.items():
+        assert opened.read_raw(name).tobytes() == numbers(tensor)
+        opened.release(name)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert fingerprint(opened) == fingerprint(Checkpoint.open(tmp_path))
 
 
 def test_views_keep_their_offsets_and_strides(tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints: configuration and weights by name, of a Hugging Face folder of safetensors files or one GGUF file."""
+"""Checkpoints: configuration and weights by name, of a Hugging Face folder or of one GGUF file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from verax.checkpoint.formats import compressed_tensors, quantized
+from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.quantized import QuantizedEntry
 from verax.checkpoint.formats.safetensors import MappedFile, SafetensorsFile, TensorInfo
 from verax.checkpoint.resolve import resolve
@@ -24,6 +25,9 @@ from verax.ops.quantized import QuantizedWeight
 
 INDEX = "model.safetensors.index.json"
 """Name of the index, which maps each weight to its file if there are several."""
+
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+"""Names of what older checkpoints have in the place of safetensors files: torch's archives."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 
@@ -122,6 +126,8 @@ class DerivedFile:
         self._release()
 
 
+F = TypeVar("F", bound=MappedFile)
+
 TensorFile = MappedFile | DerivedFile
 """A file of weights by key."""
 
@@ -176,7 +182,7 @@ class Checkpoint:
                 f"{folder}: this is a LoRA adapter; open its base model, with enable_lora and a LoRARequest, or write "
                 "both as one model by verax convert --lora"
                 if adapter
-                else f"{folder / 'config.json'}: no such file; a checkpoint folder has config.json and *.safetensors"
+                else f"{folder / 'config.json'}: no such file; a checkpoint folder has config.json and weights"
             )
         generation_config = read_json(folder / "generation_config.json", optional=True)
         return cls(folder, read_json(folder / "config.json"), generation_config, _open_files(folder))
@@ -257,7 +263,7 @@ def open_stem(folder: Path, stem: str) -> dict[str, SafetensorsFile]:
         opened = SafetensorsFile(single)
         return dict.fromkeys(opened.tensors, opened)
     if index.is_file():
-        return _open_indexed(index)
+        return _open_indexed(index, SafetensorsFile)
     shards = [(path, match) for path in sorted(folder.glob("*.safetensors")) if (match := _SHARD.fullmatch(path.name))]
     shards = [(path, match) for path, match in shards if match["stem"] == stem]
     for path, match in shards:
@@ -282,22 +288,23 @@ def open_together(paths: Iterable[Path]) -> dict[str, SafetensorsFile]:
     return files
 
 
-def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
+def _open_files(folder: Path) -> Mapping[str, TensorFile]:
     """File of each weight, by key. As in transformers, one file precedes an index, and either precedes other names."""
     if (folder / "model.safetensors").is_file() or (folder / INDEX).is_file():
         return open_stem(folder, "model")
-    paths = sorted(folder.glob("[!.]*.safetensors"))  # macOS puts ._NAME next to each file on other file systems
-    if not paths:
-        pickled = sorted(path.name for kind in ("bin", "pth", "pt") for path in folder.glob(f"*.{kind}"))
-        only = f" ({', '.join(pickled[:3])} cannot be read)" if pickled else ""
-        raise CheckpointError(
-            f"{folder}: no safetensors files{only}; weights that are published as pytorch_model.bin alone have to be "
-            "converted: transformers.AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
-        )
-    return open_together(paths)
+    if paths := sorted(folder.glob("[!.]*.safetensors")):  # macOS puts ._NAME next to each file on other file systems
+        return open_together(paths)
+    if (folder / PICKLED).is_file():
+        opened = PthFile(folder / PICKLED)
+        return dict.fromkeys(opened.tensors, opened)
+    if (folder / PICKLED_INDEX).is_file():
+        return _open_indexed(folder / PICKLED_INDEX, PthFile)
+    others = sorted(path.name for kind in ("bin", "pth", "pt") for path in folder.glob(f"*.{kind}"))
+    only = f"; {', '.join(others[:3])} cannot be read" if others else ""
+    raise CheckpointError(f"{folder}: no safetensors files, {PICKLED} or {PICKLED_INDEX}{only}")
 
 
-def _open_indexed(index: Path) -> dict[str, SafetensorsFile]:
+def _open_indexed(index: Path, kind: type[F]) -> dict[str, F]:
     folder = index.parent
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -305,7 +312,7 @@ def _open_indexed(index: Path) -> dict[str, SafetensorsFile]:
     absent = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
     if absent:
         raise CheckpointError(f"{folder}: {', '.join(absent)} missing, which {index.name} names")
-    opened = {name: SafetensorsFile(folder / name) for name in sorted(set(weight_map.values()))}
+    opened = {name: kind(folder / name) for name in sorted(set(weight_map.values()))}
     for key, name in weight_map.items():
         if key not in opened[name].tensors:
             raise CheckpointError(f"{folder / name}: {key} missing, which {index.name} says is there")

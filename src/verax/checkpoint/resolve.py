@@ -39,7 +39,10 @@ _WANTED = (
     *TOKENIZER_FILES,
     *SENTENCE_FILES,
 )
-"""Patterns of the files that are fetched of a hub repository. Weights in other formats are not."""
+"""Patterns of the files that are fetched of a hub repository."""
+
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
+"""Patterns of the weights that are fetched of a repository without safetensors files."""
 
 _SETTINGS = ("config.json",)
 """Pattern of the file that decides a model's shapes."""
@@ -51,7 +54,7 @@ names of Mistral's own code.
 
 Those of folders are needed because a star in `_WANTED` matches folders too."""
 
-_POSSIBLE = "expected a folder with config.json and *.safetensors, a .gguf file, or a hub id (organisation/name)"
+_POSSIBLE = "expected a folder with config.json and weights, a .gguf file, or a hub id (organisation/name)"
 
 _VIDEO_WANTED = ("*.json", "*.safetensors", "*.pth", "*.model")
 """Patterns of the files that are fetched of a video model's repository, of either published layout."""
@@ -97,6 +100,8 @@ def resolve(model: str | Path, *, revision: str | None = None, weights: bool = T
     if not weights:
         return _download(model, revision, _SETTINGS, _UNWANTED, _POSSIBLE)
     folder = _download(model, revision, _WANTED, _UNWANTED, _POSSIBLE)
+    if not any(folder.glob("*.safetensors")):
+        folder = _download(model, revision, _PICKLED, _UNWANTED, _POSSIBLE)
     if modules := _module_folders(folder):
         # Fetched separately: other weights in folders are second copies.
         wanted = [f"{module}/{pattern}" for module in modules for pattern in _MODULE_FILES]

@@ -20,7 +20,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from verax.checkpoint import Checkpoint, lora, resolve
-from verax.checkpoint.formats.pth import PthFile
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.fields import Size, file_of, read_fields, read_value, require_fields
 from verax.files import JsonObject, read_json
@@ -278,7 +277,7 @@ def open_folder(model: str | Path, revision: str | None) -> tuple[Path, Checkpoi
     folder = resolve(model, revision=revision)
     if folder.is_file():
         raise UnsupportedModelError(
-            f"{folder}: encoders and rerankers are read from folders with config.json and safetensors"
+            f"{folder}: encoders and rerankers are read from folders with config.json and weights"
         )
     entries = list_modules(folder)
     transformer = entries[0].folder if entries else folder
@@ -398,12 +397,7 @@ def load_token_modules(folder: Path, width: int, *, dtype: DTypeLike) -> tuple[l
 
 def _load(entry: Entry, config: JsonObject, dtype: DTypeLike) -> tuple[nnx.Module, int, int]:
     """A module with weights, and the sizes of its input and output."""
-    pickled = entry.folder / "pytorch_model.bin"
-    if pickled.is_file() and not any(entry.folder.glob("*.safetensors")):
-        file = PthFile(pickled)
-        opened = Checkpoint(entry.folder, config, {}, dict.fromkeys(file.tensors, file))
-    else:
-        opened = Checkpoint.open(entry.folder)
+    opened = Checkpoint.open(entry.folder)
     if entry.kind == "LayerNorm":
         size = read_value(config, "dimension", Size)
         return load_model(opened, Norm, size, dtype=dtype), size, size
