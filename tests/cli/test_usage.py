@@ -69,7 +69,7 @@ WRONG = [
     (("convert", "MODEL", "out", "--lora", "ADAPTER", "--to", "diffusers"), 1, "leave --to out"),
     (("convert", "MODEL", "MODEL", "--lora", "ADAPTER"), 2, "that is the checkpoint itself"),
     (("convert", "MODEL", "ADAPTER", "--lora", "ADAPTER"), 1, "exists already"),
-    (("convert", "MODEL", "out"), 1, "to: expected original or diffusers, got None"),
+    (("convert", "MODEL", "out"), 1, "to, lora: give one"),
     (("convert", "MODEL", "out", "--to", "original", "--dtype", "int8"), 1, "dtype: expected bfloat16 or float32"),
     (("train", "lora", "--data", "lines.jsonl", "-o", "out"), 1, "lines.jsonl, line 1: expected an object with"),
     ((*SERVE, "--lora-modules", "fox"), 2, "expected name=folder, got 'fox'"),
