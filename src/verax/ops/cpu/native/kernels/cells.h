@@ -167,7 +167,7 @@ struct IntegerCells {
   static F32 total(F32 sum, int32_t inputs) { return to_f32(add(as_words(sum), words((DOT_OFFSET - 128) * inputs))); }
 };
 
-#elif defined(__AVX2__) && !defined(VERAX_PORTABLE)
+#elif defined(VERAX_HALF_DOT)
 
 // Integers of 8 bits by such integers: pairs of 16 bits in a cell, and sums of 32 bits, as the bits of floats.
 struct IntegerCells {
@@ -196,7 +196,7 @@ struct BytePair {
 template <class Kind>
 constexpr bool WIDE = false;
 
-#if defined(__AVX2__) && !defined(VERAX_PORTABLE)
+#if defined(VERAX_HALF_DOT)
 
 inline F32 load(const BytePair* p) { return as_floats(load_halves(p->values)); }
 

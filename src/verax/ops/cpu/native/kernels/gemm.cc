@@ -17,8 +17,8 @@
 #include "gemm_tiles.h"
 #include "linear_integers.h"
 
-#if defined(__AVX2__) && !defined(VERAX_PORTABLE) && !defined(VERAX_BF16_DOT)
-#define VERAX_CODE_CELLS  // levels that multiply pairs of 16-bit integers faster than anything more exact than these
+#if defined(VERAX_HALF_DOT) && !defined(VERAX_BF16_DOT)
+#define VERAX_CODE_CELLS  // levels that multiply integers of 16 bits, and no bfloat16
 #endif
 
 namespace verax {

@@ -17,7 +17,7 @@
 #include "linear_integers.h"
 #include "silu_lanes.h"
 
-#if defined(__AVX2__) && !defined(VERAX_PORTABLE) && !defined(VERAX_TILES)
+#if defined(VERAX_HALF_DOT) && !defined(VERAX_TILES)
 #define VERAX_WIDE_CELLS  // levels for which gemm_has_panels(Weights::int8)
 #endif
 

@@ -58,7 +58,7 @@ Tile<X, W> begin_tile(const GemmTask& t, const GemmBlock& block, int64_t n, X x,
 
 template <class Kind>
 constexpr bool INTEGERS = std::is_same_v<Kind, IntegerCells>;
-#if defined(__AVX2__) && !defined(VERAX_PORTABLE) && !defined(VERAX_BYTE_DOT)
+#if defined(VERAX_HALF_DOT) && !defined(VERAX_BYTE_DOT)
 template <>
 constexpr bool INTEGERS<OffsetCells> = true;
 #endif

@@ -15,7 +15,7 @@
 //
 // With vectors, where floats may be the bits of words:
 //   exclusive_or(a, b). as_words(a), as_floats(w): the same bits.
-// On x86 with vectors:
+// Where pairs of integers of 16 bits are multiplied (x86 with vectors), VERAX_HALF_DOT is defined, and:
 //   load_halves(p): two signed bytes in a lane, as integers of 16 bits.
 //   load_byte_halves(p): the same of bytes without a sign.
 //   byte_halves<OFFSET>(w, i): a lane's bytes 2 i and 2 i + 1 less OFFSET, as integers of 16 bits.
@@ -34,6 +34,7 @@ namespace VERAX_LEVEL {
 namespace {
 
 #if defined(__AVX2__) && !defined(VERAX_PORTABLE)
+#define VERAX_HALF_DOT
 // Where byte_halves finds its bytes, in each 128 bits: -1 is a zero.
 inline __m128i byte_halves_order(int i) {
   const __m128i order = _mm_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
@@ -342,7 +343,7 @@ inline EachLane each_lane(float bits) { return as_words(broadcast(bits)); }
 #if defined(VERAX_BYTE_DOT)
 inline Words dot_pairs(Words pairs, Words codes, InputWord x) { return dot_bytes(pairs, codes, x); }
 inline Words add_pairs(Words sums, Words pairs) { return add(sums, pairs); }
-#elif defined(__AVX2__) && !defined(VERAX_PORTABLE)
+#elif defined(VERAX_HALF_DOT)
 inline Words add_pairs(Words sums, Words pairs) { return dot_halves(sums, pairs, words(0x00010001)); }
 #endif
 
