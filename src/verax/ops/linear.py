@@ -41,9 +41,9 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
     With a quantised weight the inputs are rounded to bfloat16; values, zero points and scales are exact. A CPU that
     multiplies integers (AVX-512 VNNI) rounds them to integers instead: of 16 bits, with a scale for each 1,024 inputs,
     with 8-bit integers, and of 8 bits, with a scale for each group, with 4-bit ones. With the block formats of
-    GGUF files every CPU rounds few rows to integers of 16 bits, with a scale for each 32 inputs. Where the rows are many,
-    inputs and weights are rounded to bfloat16 if the CPU multiplies it, and x86 takes such integers again if it does not.
-    Not finite inputs then give NaN.
+    GGUF files every CPU rounds few rows to integers of 16 bits, with a scale for each 32 inputs. With many rows, inputs
+    and weights are rounded to bfloat16 where the CPU multiplies it; other x86 CPUs take such integers there too. Not
+    finite inputs then give NaN.
 
     With a weight that rounds its inputs, these become integers of 8 bits on every platform, with a scale for each row
     of x; what they add up to is exact. A packed weight (`pack_weight`) gives what the weight itself gives.
