@@ -1,19 +1,17 @@
 """The run on an accelerator: parts are finished once, a failure is a line, and the budget ends the run; reports."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
-import typer
 
-from verax import cli
 from verax.bench import accelerator
 from verax.bench.accelerator import BENCH, PARTS, REPORTS, bench_accelerator
 from verax.bench.harness import TURN
 from verax.bench.processes import run_command
 from verax.bench.results import markdown, write
 from verax.bench.settings import AcceleratorSettings
+from verax.cli.bench import SUBJECTS
 from verax.errors import InvalidParameterError
 
 GPU = {"platform": "gpu", "devices": ["NVIDIA H200 (cuda:0)"]}
@@ -98,14 +96,14 @@ def test_the_command_lists_runs_and_says_by_its_status_whether_all_is_done(machi
     assert (status, json.loads(out)["complete"]) == (0, True)
 
 
-def test_the_commands_have_options_that_exist():
-    commands_of = typer.main.get_command(cli.app).commands["bench"].commands
-    commands = [
-        f"{part.command} {part.tiny}" for part in (*PARTS.values(), *REPORTS.values()) if "bench " in part.command
-    ]
-    for command in commands:
-        _, _, _, name, *options = shlex.split(command)
-        commands_of[name].make_context(name, options)
+@pytest.mark.parametrize("tiny", [False, True])
+def test_the_commands_are_taken_as_they_are(bench, monkeypatch, tiny):
+    for name, (_, module) in SUBJECTS.items():
+        monkeypatch.setattr(f"verax.bench.{module}.bench_{name}", lambda given: {"settings": str(given)})
+    for part in (*PARTS.values(), *REPORTS.values()):
+        if "bench " in part.command:
+            words = part.words(tiny=tiny)
+            assert bench(*words[words.index("bench") + 1 :])[0] == 0, words
 
 
 def test_a_process_gives_its_json_or_the_last_line_of_its_error_and_is_stopped_in_time(tmp_path):

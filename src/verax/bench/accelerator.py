@@ -42,6 +42,7 @@ class Part(NamedTuple):
         summary: what it measures, or the number that the project wants to reach on one H200.
         command: words after the Python interpreter, as a shell has them.
         tiny: options that a rehearsal adds; they replace the same options before them.
+        full: options that a rehearsal leaves out.
         memory: share of the device's memory that JAX may take in it, next to other parts.
         traced: True if a call is profiled after the measurement; the folder `traces` has what a profiler's page reads.
     """
@@ -51,6 +52,11 @@ class Part(NamedTuple):
     tiny: str = ""
     memory: float = 0.1
     traced: bool = False
+    full: str = ""
+
+    def words(self, *, tiny: bool) -> list[str]:
+        """Words of the command, with the options of a rehearsal or those that it leaves out."""
+        return shlex.split(f"{self.command} {self.tiny if tiny else self.full}")
 
 
 BENCH = "-m verax bench {} --json"
@@ -81,11 +87,12 @@ def _text(size: str, quantization: str | None) -> dict[str, Part]:
     for workload, (options, tiny) in WORKLOADS.items():
         options += f" --quantization {quantization}" if quantization else ""
         against = "" if quantization else " --against transformers --no-starts"
-        command = BENCH.format(f"text --shapes {shapes} --runs 3 {options}{against}")
+        command = BENCH.format(f"text --runs 3 {options}{against}")
         name = f"text-{size}-{precision}-{workload}"
         tiny_options = f"--model {tiny_model} {tiny} {ONCE}"
         target = TEXT_TARGETS.get(name, "")
-        parts[name] = Part(summary + target, command, tiny_options, MEMORY[size], traced=bool(target))
+        full = f"--shapes {shapes}"
+        parts[name] = Part(summary + target, command, tiny_options, MEMORY[size], traced=bool(target), full=full)
     return parts
 
 
@@ -175,7 +182,7 @@ def bench_accelerator(settings: AcceleratorSettings) -> dict[str, Any]:
         part, path, left = PARTS[name], paths[name], seconds - (time.monotonic() - begin)
         if left < min(SHORTEST, seconds):
             return {"error": f"not begun: the budget of {seconds:g} s is spent", "note": "", "result": None}
-        words = shlex.split(f"{part.command} {part.tiny if rehearse else ''}")
+        words = part.words(tiny=rehearse)
         if part.traced:
             words += ["--trace", str(folder / "traces" / name)]
         variables = {TURN: str(folder / "turn"), "XLA_PYTHON_CLIENT_MEM_FRACTION": str(part.memory)}
@@ -234,8 +241,7 @@ def bench_reports(settings: ReportsSettings) -> dict[str, Any]:
     check_names("only", [settings.only], REPORTS)
     part, made_by = REPORTS[settings.only], f"{'--quick ' if settings.quick else ''}--only {settings.only}"
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as scratch:
-        words = shlex.split(f"{part.command} {part.tiny if settings.quick else ''}")
-        record = run_command(words, Path(scratch) / "log", REPORT_SECONDS)
+        record = run_command(part.words(tiny=settings.quick), Path(scratch) / "log", REPORT_SECONDS)
     return {
         **{key: record["result"][key] for key in ("machine", "measured", "noise", "date") if not record["error"]},
         **{"subject": "reports", "name": settings.only, "settings": {"quick": settings.quick}, "notes": []},
