@@ -33,7 +33,7 @@ ffi::Error gemm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, f
   }
   const bool floats = task.kind == Weights::f32 || (task.kind == Weights::blocks && !gemm_rounds_blocks());
   if (x.element_type() != (floats ? ffi::F32 : ffi::BF16)) {
-    return ffi::Error::InvalidArgument("gemm: expected x in float32 with float32 weights, in bfloat16 with others");
+    return ffi::Error::InvalidArgument(floats ? "gemm: expected x in float32" : "gemm: expected x in bfloat16");
   }
   const auto num_scales = static_cast<int64_t>(scales.element_count());
   const auto num_biases = static_cast<int64_t>(bias.element_count());

@@ -58,9 +58,8 @@ inline bool gemm_has_tiles(const GemmTask& t) {
   return t.kind != Weights::f32 && t.kind != Weights::int8_pairs && level() == Level::amx;
 }
 
-// Bytes of the memory that a block works in: cells of x and of a strip of W, each 4 bytes, and their scales, of 16 values or
-// 32, sums and minimums if these are codes of blocks; or bfloat16 of 32 rows of W, and
-// tiles of sums. Enough at every level.
+// Bytes of the memory that a block works in: cells of x and of a strip of W, each 4 bytes, and for codes of blocks their
+// scales, sums and minimums; or bfloat16 of 32 rows of W, and tiles of sums. Enough at every level.
 inline int64_t gemm_scratch_bytes(int64_t rows) {
   const int64_t numbers = GEMM_DEPTH + 3 * GEMM_DEPTH / 16;
   const int64_t cells = 4 * (numbers * (rows + GEMM_STRIP) + 16);
