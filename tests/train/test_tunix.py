@@ -92,7 +92,7 @@ def test_an_answer_counts_up_to_its_end(rollout, model):
 
 
 def test_an_answer_counts_up_to_the_end_of_its_mask(rollout, model):
-    """Of several turns, in one of which a token ends the turn."""
+    """An answer of several turns: the token that ends a text ends one of them."""
     mask = jnp.asarray([[1, 0, 1, 0]])
     got = rollout.get_per_token_logps(jnp.asarray([[PAD, 5, 9]]), jnp.asarray([[7, END, 8, PAD]]), completion_mask=mask)
     np.testing.assert_allclose(got[0], [*log_probabilities(model[1], [5, 9], [7, END, 8]), 0], atol=1e-4)

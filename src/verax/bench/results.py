@@ -367,7 +367,7 @@ def _judged(before: Mapping[str, Any], after: Mapping[str, Any], threshold: floa
     rng = np.random.default_rng(0)  # the same files give the same verdict
     medians = [np.median(rng.choice(np.asarray(runs), (RESAMPLES, len(runs))), axis=1) for runs in (new, old)]
     ends = (1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2
-    with np.errstate(invalid="ignore"):  # of two sides that finished nothing the ratio is no number
+    with np.errstate(invalid="ignore"):  # two infinities, of sides that finished nothing
         low, high = np.quantile(medians[0] / medians[1], ends, method="nearest")  # nothing lies between infinities
     verdict = "undecided"
     if 2 / math.comb(len(old) + len(new), len(old)) <= 1 - CONFIDENCE:

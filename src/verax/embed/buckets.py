@@ -314,7 +314,7 @@ def check_texts(texts: Any, name: str) -> list[str]:
     """Texts as a list, if they are texts; `name` is the argument's, for messages."""
     if isinstance(texts, str):  # whose characters would each be one
         raise InvalidParameterError(f"{name}: expected a list of texts, got the text {texts!r}")
-    # Of a mapping, the keys would be read.
+    # A mapping's keys would be read.
     if isinstance(texts, bytes | Mapping) or not isinstance(texts, Iterable):
         raise InvalidParameterError(f"{name}: expected a text or texts, got {texts!r}")
     checked = list(texts)

@@ -55,7 +55,7 @@ def decode(kind: type[T], body: bytes | Mapping[str, Any]) -> T:
 
     Args:
         kind: Struct of the body. Its class variable `elsewhere` has the names of fields that are refused, as they have
-            a meaning to other endpoints, and `instead` those of other servers' fields, each with the one to use or "".
+            a meaning to other endpoints, and `instead` the names of other servers' fields, with the field to use or "".
         body: JSON text in UTF-8, or an object that was read from one.
     """
     values = _parse(body, kind) if isinstance(body, bytes) else body

@@ -21,8 +21,8 @@ def with_instructions_in_text(messages: Sequence[Mapping[str, Any]]) -> Sequence
 def joined_by_role(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Messages for templates in which user and assistant alternate.
 
-    Those of a role in a row are one, if they have nothing but text. An answer stands between the result of a call and
-    a message of the user, which coding agents send after it.
+    Messages of one role in a row become one, if they have nothing but text. Where coding agents send a message of the
+    user behind the result of a call, an answer is put between the two.
     """
     joined: list[Mapping[str, Any]] = []
     for message in messages:

@@ -118,9 +118,9 @@ def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int, now: dat
 
 
 def _read_file(path: Path) -> tuple[str, Sequence[Any]]:
-    """What the file has its objects in, and these: lines that are not parsed yet, or values."""
+    """Kind of the file's parts (line, row, item), and its objects: lines that are not parsed yet, or values."""
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             table = require_optional("pyarrow.parquet").read_table(path)
             return "row", [_without_nulls(row) for row in table.to_pylist()]
         content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
@@ -169,7 +169,7 @@ def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer, now: datetime) ->
         raise ValueError(f"weight: {fields['weight']!r} is not supported; each line here is learned; leave it out")
     messages, prompt, completion = (fields.get(name) for name in ("messages", "prompt", "completion"))
     if forms == [("prompt", "completion")] and isinstance(prompt, list) and isinstance(completion, list):
-        # Of messages, as in TRL. Answers of the prompt are only read.
+        # Both are lists of messages, as in TRL. Answers of the prompt are only read.
         messages = [{**m, "weight": 0} if isinstance(m, dict) else m for m in prompt] + completion
         forms = [("messages",)]
     if forms == [("messages",)]:
