@@ -90,7 +90,7 @@ def test_a_small_budget_of_tokens_and_grammars_leave_the_tokens_unchanged(llm, t
     assert tokens(generate(several, PROMPTS)) == tokens(generate(llm, PROMPTS))
 
 
-def test_a_gpu_decodes_several_tokens_in_a_step_that_reads_few_weights(llm):
+def test_a_step_that_reads_few_weights_decodes_several_tokens(llm):
     config, given = llm.engine.runner.abstract_model.config, EngineConfig(kv_cache_memory=1 << 24, max_num_seqs=256)
 
     def steps(platform, weights, config=config, given=given):
@@ -101,6 +101,8 @@ def test_a_gpu_decodes_several_tokens_in_a_step_that_reads_few_weights(llm):
     assert steps("gpu", 1_200_000_000) == {1: 8, 4: 8, 16: 8, 64: 8, 256: 4}
     assert steps("gpu", 3_400_000_000) == {1: 2, 4: 2, 16: 2, 64: 2, 256: 2}
     assert steps("gpu", 16_000_000_000) == steps("cpu", 1_200_000_000) == {}
+    assert steps("cpu", 100_000_000) == {1: 4, 4: 4}
+    assert steps("cpu", 400_000_000) == {1: 2, 4: 2}
     assert steps("cpu", 1, given=replace(given, num_scheduler_steps=2))[256] == 2
 
 

@@ -154,6 +154,7 @@ def test_logprobs_are_the_models_own(model):
 def test_only_the_prompt_of_a_scored_request_takes_mixed_steps(llm, monkeypatch):
     shapes, dispatch = [], llm.engine.runner._dispatch
     monkeypatch.setattr(llm.engine.runner, "_dispatch", lambda *step: shapes.append(step[0]) or dispatch(*step))
+    monkeypatch.setattr(llm.engine.scheduler, "decode_steps", {})  # a token in each step
     (scored,) = generate(llm, PROMPTS[3:4], replace(GREEDY, prompt_logprobs=1))
     assert [shape.decode for shape in shapes] == [False] * 2 + [True] * 19
     assert scored.outputs[0].token_ids == alone(llm, PROMPTS[3])

@@ -426,6 +426,7 @@ class BlockManager:
 
     def release(self, sequence: Sequence) -> None:
         """Give all blocks of a sequence back. Ends of prefixes are evicted before their beginnings."""
+        self.register(sequence)  # the newest tokens have become known since the last plan
         for pool, table in zip(self._pools, sequence.tables, strict=True):
             self._give_back(pool, table, len(table))
         sequence.tables = []

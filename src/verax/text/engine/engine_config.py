@@ -158,10 +158,10 @@ class EngineConfig:
         "Tokens of each sequence that a step decodes at most, one after the other on the device, while nothing waits "
         "for a place: the host schedules once for all, and a stream gets them together. Steps with log-probabilities, "
         "grammars or adapters decode one, steps of 256 sequences at most four. If None: up to 8 on a GPU, fewer for "
-        "more than 1.2 GB of weights, else 1.",
+        "more than 1.2 GB of weights; on a CPU up to 4 of at most four sequences, fewer for more than 250 MB; else 1.",
         low=1,
         high=MOST_STEPS,
-        shown="up to 8 on a GPU, else 1",
+        shown="up to 8 on a GPU, 4 on a CPU",
     )
     block_size: int = option(16, "Tokens in a block of the cache.", low=1)
     kv_cache_memory: int | None = option(

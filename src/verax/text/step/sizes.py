@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,17 +48,28 @@ DEFAULT_MOST_VERIFIED = 256
 MOST_PREDICTING, DEFAULT_MOST_PREDICTING = {"cpu": 4}, 64
 """Most sequences of a step whose drafts the model's prediction head makes, by platform and elsewhere."""
 
-DECODE_STEPS = {"gpu": 8}
-"""Tokens of each sequence that one program decodes, by platform; 1 elsewhere. On an H100 the host takes 1.8 ms for a
-step of four sequences of Qwen3-0.6B, and 5 ms for one of 256; the device takes 1.3, and from 3."""
-
-REPEATED_BYTES = 10_000_000_000
-"""Most bytes of weights that such a step reads, each time they are read counted. A device that reads gigabytes for a
-token takes longer than the host, and a new request would wait in vain: an H100 reads 6 GB in 1.8 ms."""
-
 MOST_DECODED = 1024
 """Most tokens of a step that decodes several of each sequence: a new request waits for the steps that are on their
 way."""
+
+
+class Repeats(NamedTuple):
+    """Limits of a step that decodes several tokens of each sequence, where `num_scheduler_steps` is not given."""
+
+    steps: int
+    """Tokens of a sequence."""
+    weights: int
+    """Bytes of weights that the step reads, counted each time. A device that reads gigabytes for a token takes longer
+    than the host, and a new request would wait in vain."""
+    tokens: int
+    """Tokens of all sequences."""
+
+
+# On an H100 the host takes 1.8 ms for a step of four sequences of Qwen3-0.6B, and 5 ms for one of 256; the device takes
+# 1.3, and from 3, and reads 6 GB in 1.8. On two cores, SmolLM2-135M in four bits takes 6 ms for a token of one sequence,
+# of which the host holds one core for 1.3.
+REPEATS = {"gpu": Repeats(8, 10_000_000_000, MOST_DECODED), "cpu": Repeats(4, 1_000_000_000, 16)}
+"""By platform; elsewhere a step decodes one token."""
 
 PADDING_TAKES_TIME = ("cpu",)
 """Platforms on which a step takes as much longer as it has more tokens, padding or not."""
@@ -107,6 +118,8 @@ class RunnerConfig:
     """Rows for recurrent states that cached prefixes left."""
     decode_steps: int = 1
     """Tokens of a sequence that a decode step computes at most, one after the other."""
+    most_decoded: int = MOST_DECODED
+    """Tokens of all sequences that a step computes at most, if it computes several of each."""
 
     @property
     def copies(self) -> Sequence[CopyName]:
@@ -144,7 +157,7 @@ class RunnerConfig:
         if self.decode_steps == 1:
             return []
         rows, most = powers(1, self.max_num_seqs, 4), min(self.decode_steps, self.max_num_batched_tokens)
-        steps = {size: min(most, MOST_DECODED // size) for size in rows}
+        steps = {size: min(most, self.most_decoded // size) for size in rows}
         return [StepShape(size, size * count, True) for size, count in steps.items() if count > 1]
 
     # Rows cost a pass over the vocabulary each, tokens a pass through the layers: few sizes of either are enough.
@@ -276,16 +289,18 @@ def plan_sizes(
         padding_takes_time=ops.target().platform in PADDING_TAKES_TIME,
         joined_heads=_joined_heads(model, cache_dtype, devices),
         num_kept_states=kept,
-        decode_steps=_decode_steps(config, weights),
+        **_decode_steps(config, weights),
     )
 
 
-def _decode_steps(config: EngineConfig, weights: int) -> int:
-    """Tokens of a sequence that a decode step computes at most: drafts take the place of several."""
+def _decode_steps(config: EngineConfig, weights: int) -> dict[str, int]:
+    """Fields of `RunnerConfig` about steps of several tokens: drafts take their place."""
     if config.speculation is not None:
-        return 1
-    usual = min(DECODE_STEPS.get(ops.target().platform, 1), REPEATED_BYTES // weights)
-    return config.num_scheduler_steps or max(1, usual)
+        return {}
+    if config.num_scheduler_steps is not None:
+        return {"decode_steps": config.num_scheduler_steps}
+    limits = REPEATS.get(ops.target().platform, Repeats(1, weights, MOST_DECODED))
+    return {"decode_steps": max(1, min(limits.steps, limits.weights // weights)), "most_decoded": limits.tokens}
 
 
 def _joined_heads(model: CausalLMConfig, cache_dtype: DTypeLike, devices: int) -> int:
