@@ -10,6 +10,7 @@ from verax.bench.settings import TextSettings
 from verax.bench.text.cases import bench_text
 from verax.bench.text.workload import Workload, make_workload
 from verax.checkpoint import Checkpoint
+from verax.shapes import QWEN3_0_6B, SHAPES
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,14 @@ def test_reading_a_prompt_is_a_case_whose_rate_counts_the_prompt(folder, bench):
     assert (status, result["settings"]["prompt_tokens"], result["settings"]["new_tokens"]) == (0, 24, 1)
     assert side["rate"] == 24 / side["median_s"]
     assert result["name"].endswith("-prompt-float32-24-tokens")
+
+
+def test_without_a_model_the_weights_are_random(monkeypatch):
+    small = {**QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64}
+    monkeypatch.setitem(SHAPES, "qwen3-8b", ("small shapes", small))
+    result = measure(None, Workload("short-prompts", ((5, 6, 7),), (4,), 0.0), shapes="qwen3-8b")
+    assert (result["settings"]["model"], result["settings"]["shapes"]) == ("random weights, small shapes", "qwen3-8b")
+    assert result["name"] == "short-prompts-qwen3-8b-float32-1-prompt"
 
 
 def test_an_engine_with_drafts_is_compared_with_itself_without_them(folder):

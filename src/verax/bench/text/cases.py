@@ -34,8 +34,8 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
     dtype, quantization, drafts = settings.dtype, settings.quantization, settings.speculative_config
     if "verax" in settings.against and quantization is None:
         raise InvalidParameterError("against: verax is our side unquantised; give quantization as well")
-    chosen = settings.shapes or "qwen3"
-    benchmark, (words, shapes) = Benchmark("text"), SHAPES[chosen]
+    name = settings.shapes or "qwen3"
+    benchmark, (words, shapes) = Benchmark("text"), SHAPES[name]
     with checkpoint_folder(settings.model, shapes) as folder, contextlib.ExitStack() as stack:
         opened = checkpoint.Checkpoint.open(folder)
         tokenizer = Tokenizer.from_checkpoint(opened) if settings.workload == "chat" and settings.model else None
@@ -88,7 +88,7 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
             measured["spec_decode"] = {**dataclasses.asdict(llm.spec_decode), "acceptance_rate": rate}
         asked = dataclasses.asdict(settings) | {
             "model": model_name(settings.model) if settings.model else f"random weights, {words}",
-            "shapes": None if settings.model else chosen,
+            "shapes": None if settings.model else name,
             "speculative_config": llm.config.speculation and dataclasses.asdict(llm.config.speculation),
             "workload": workload.name,
             "requests": len(workload.prompts),

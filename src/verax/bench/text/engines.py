@@ -51,7 +51,9 @@ def openvino_genai(
     kind = {"float32": "fp32", "bfloat16": "fp16", "w8a8": "int8"}.get(precision, precision)  # int8 rounds inputs too
     command = [str(Path(sys.executable).parent / "optimum-cli"), "export", "openvino", "--weight-format", kind]
     command += ["--group-size", "32", "--ratio", "1.0"] if kind == "int4" else []
-    scheduler, floats = package.SchedulerConfig(), "f32" if dtype == "float32" else "bf16"
+    able = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    floats = "bf16" if dtype == "bfloat16" and "BF16" in able else "f32"  # without it, caches are float32 only
+    scheduler = package.SchedulerConfig()
     scheduler.enable_prefix_caching, scheduler.max_num_seqs, scheduler.cache_size = False, sequences, 1
     hints = {"INFERENCE_PRECISION_HINT": floats, "KV_CACHE_PRECISION": floats}
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as exported:
