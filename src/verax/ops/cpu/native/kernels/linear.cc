@@ -13,20 +13,26 @@ namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
-// How each kind of weight is read. `Stored` is what x is packed to.
-struct F32Weights {
-  using Element = float;
+// How each kind of weight is read, STEP inputs at a time. `Stored` is what x is packed to.
+template <typename T>
+struct FloatWeights {  // products are float32
+  static constexpr int STEP = F32::lanes;
+  using Element = T;
   using Stored = float;
-  using Operand = Chunk;
-  static Chunk weights(const Element* p) { return load_chunk(p); }
-  static Chunk inputs(const Stored* p) { return load_chunk(p); }
+  using Operand = F32;
+  static F32 weights(const Element* p) { return load(p); }
+  static F32 inputs(const Stored* p) { return load(p); }
   static void pack(Stored* to, const Chunk& from) { store_chunk(to, from); }
   using Sum = F32;
   static Sum none() { return zero(); }
   static F32 total(Sum sum) { return sum; }
 };
+using F32Weights = FloatWeights<float>;
+inline F32 dot(F32 sums, F32 a, F32 b) { return fma(a, b, sums); }
+
 template <typename T>
 struct RoundedWeights {
+  static constexpr int STEP = CHUNK;
   using Element = T;
   using Stored = Bf16Chunk::Stored;
   using Operand = Bf16Chunk;
@@ -37,13 +43,20 @@ struct RoundedWeights {
   static Sum none() { return zero(); }
   static F32 total(Sum sum) { return sum; }
 };
+#if defined(VERAX_BF16_DOT)
 using Bf16Weights = RoundedWeights<bf16>;
+#else
+struct Bf16Weights : FloatWeights<bf16> {
+  static void pack(Stored* to, const Chunk& from) { store_bf16_chunk(to, to_bf16_chunk(from)); }
+};
+#endif
 struct Float8Weights : RoundedWeights<float8> {
   static F32 total(Sum sum) { return mul(sum, broadcast(256)); }  // see load_chunk
 };
 // x in integers of 16 bits, whose largest is a segment's largest: two instructions widen 32 weights at most. A lane's sum
 // has at most 256 products of 2^22, so it is exact.
 struct Int8Weights {
+  static constexpr int STEP = CHUNK;
   using Element = int8_t;
   using Stored = int16_t;
   using Operand = Int16Chunk;
@@ -178,16 +191,16 @@ void group_scales(const LinearTask& t, int64_t first, int64_t count, float* to) 
 template <class Kind, bool Grouped>
 struct Tile {
   using Element = typename Kind::Element;
-  static constexpr int ROWS = TILE_ROWS;
 
   // C, rows of W at a time: sums are kept in registers, of which AVX2 has 16 and the others 32.
-  static constexpr int columns(int rows) {
 #if defined(VERAX_PORTABLE) || (defined(__AVX2__) && !defined(__AVX512F__))
-    return rows > 4 ? 1 : rows > 2 ? 2 : 4;
+  static constexpr bool NARROW = Kind::STEP == F32::lanes;  // an operand is one register
+  static constexpr int ROWS = NARROW ? TILE_ROWS / 2 : TILE_ROWS;
+  static constexpr int columns(int rows) { return rows > 4 ? 1 : rows > 2 ? (NARROW ? 3 : 2) : 4; }
 #else
-    return rows > 4 ? 2 : 4;
+  static constexpr int ROWS = TILE_ROWS;
+  static constexpr int columns(int rows) { return rows > 4 ? 2 : 4; }
 #endif
-  }
   static constexpr int ahead(int) { return 4; }
   static const void* at(const LinearTask& t, int64_t n, int64_t k) {
     return static_cast<const Element*>(t.weights) + n * t.K + k;
@@ -222,17 +235,20 @@ void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const S
   if constexpr (!Grouped) {
     int64_t k = 0;
     for (; k + CHUNK <= size; k += CHUNK, x += next_x) {
-      typename Kind::Operand weights[C];
       VERAX_UNROLL
-      for (int c = 0; c < C; ++c) {
-        weights[c] = Kind::weights(w + c * row + k);
-        prefetch(next + c * row + k);
-      }
-      VERAX_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const auto inputs = Kind::inputs(x + r * CHUNK);
+      for (int i = 0; i < CHUNK; i += Kind::STEP) {
+        typename Kind::Operand weights[C];
         VERAX_UNROLL
-        for (int c = 0; c < C; ++c) sums[r][c] = dot(sums[r][c], weights[c], inputs);
+        for (int c = 0; c < C; ++c) {
+          weights[c] = Kind::weights(w + c * row + k + i);
+          if (i * sizeof(Element) % 64 == 0) prefetch(next + c * row + k + i);
+        }
+        VERAX_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const auto inputs = Kind::inputs(x + r * CHUNK + i);
+          VERAX_UNROLL
+          for (int c = 0; c < C; ++c) sums[r][c] = dot(sums[r][c], weights[c], inputs);
+        }
       }
     }
     if (k < size) {
@@ -240,9 +256,12 @@ void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const S
       for (int c = 0; c < C; ++c) {
         Element rest[CHUNK] = {};
         std::memcpy(rest, w + c * row + k, (size - k) * sizeof(Element));
-        const auto weights = Kind::weights(rest);
         VERAX_UNROLL
-        for (int r = 0; r < R; ++r) sums[r][c] = dot(sums[r][c], weights, Kind::inputs(x + r * CHUNK));
+        for (int i = 0; i < CHUNK; i += Kind::STEP) {
+          const auto weights = Kind::weights(rest + i);
+          VERAX_UNROLL
+          for (int r = 0; r < R; ++r) sums[r][c] = dot(sums[r][c], weights, Kind::inputs(x + r * CHUNK + i));
+        }
       }
     }
   } else {

@@ -126,6 +126,7 @@ void linear_units(const LinearTask& t, int64_t begin, int64_t end) {
   switch (Tile::columns(t.M < Tile::ROWS ? static_cast<int>(t.M) : Tile::ROWS)) {
     case 1: return in_steps<Tile, 1>(t, begin, end);
     case 2: return in_steps<Tile, 2>(t, begin, end);
+    case 3: return in_steps<Tile, 3>(t, begin, end);
     case 4: return in_steps<Tile, 4>(t, begin, end);
   }
 }
