@@ -273,9 +273,44 @@ def test_gated_rows_do_not_see_padding_later_tokens_or_each_other():
         ({"beta": np.ones((2, 40, 4), np.float32)}, "beta: expected shape [2, 40, 3]"),
         ({"gates": (np.ones((2, 40, 3), np.float32), np.ones((2, 4), np.float32))}, "gates[1]: expected shape"),
         ({"k": np.ones((2, 40, 3, 5), np.float32)}, "k: expected shape [2, 40, 3, 8]"),
+        ({"gates": (np.ones((2, 40, 3), np.float32),)}, "gates: expected two"),
+        ({"flux": FLUX._replace(bilinear=FLUX.bilinear[:1])}, "flux.bilinear: expected shape [3, 8, 8]"),
+        ({"flux": FLUX._replace(token=FLUX.chunk)}, "flux.token.w1: expected shape [4, 16]"),
     ],
 )
-def test_shapes_that_do_not_fit_are_named(unchecked, changes, message):
+@pytest.mark.parametrize("rule", [ops.hierarchical_delta_rule, ops.local_delta_rule, ops.hierarchical_gated_delta_rule])
+def test_shapes_that_do_not_fit_are_named(unchecked, changes, message, rule):
     with pytest.raises(InvalidParameterError) as raised:
-        published({**inputs(), **changes}, implementation="reference")
+        rule(*({**inputs(), "flux": FLUX, **changes}).values())
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("size", [0, 16.0])
+def test_sizes_of_chunks_and_intervals_are_whole_numbers(unchecked, size):
+    arguments = *inputs().values(), FLUX
+    for rule, name in ((ops.hierarchical_delta_rule, "chunk_size"), (ops.local_delta_rule, "chunk_size")):
+        with pytest.raises(InvalidParameterError, match=name):
+            rule(*arguments, chunk_size=size)
+    with pytest.raises(InvalidParameterError, match="coupling_interval"):
+        ops.hierarchical_gated_delta_rule(*arguments, coupling_interval=size)
+
+
+def test_nan_in_padding_reaches_no_gated_state():
+    x, lengths = inputs(), np.array([40, 17])
+    out, state = gated(x, lengths)
+    padded = {name: np.array(x[name]) for name in ("q", "k", "v", "beta")}
+    for array in padded.values():
+        array[1, 17:] = np.nan
+    out_of_padded, state_of_padded = gated({**x, **padded}, lengths)
+    np.testing.assert_array_equal(out_of_padded[1, :17], out[1, :17])
+    jax.tree.map(np.testing.assert_array_equal, state_of_padded, state)
+
+
+def test_a_gated_state_may_be_bfloat16_and_has_the_shapes_of_its_rows(unchecked):
+    x = inputs()
+    state = gated(x)[1]
+    rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16) if a.dtype == jnp.float32 else a, state)
+    widened = jax.tree.map(lambda a, b: a.astype(b.dtype), rounded, state)
+    np.testing.assert_array_equal(gated(x, None, rounded)[0], gated(x, None, widened)[0])
+    with pytest.raises(InvalidParameterError, match=r"initial_state\.memory"):
+        gated(x, None, jax.tree.map(lambda a: a[:1], state))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import jax
@@ -422,6 +423,13 @@ def check_shapes(**given: tuple[Any, Sequence[int]]) -> None:
         shape = getattr(array, "shape", None)
         if array is not None and (shape is None or tuple(shape) != tuple(expected)):
             raise InvalidParameterError(f"{name}: expected shape {list(expected)}, got {_shape_of(array)}")
+
+
+def check_count(**given: Any) -> None:
+    """Raise `InvalidParameterError` for the first argument that is not a whole number of at least 1."""
+    for name, value in given.items():
+        if not isinstance(value, Integral) or value < 1:
+            raise InvalidParameterError(f"{name}: expected at least 1, a whole number, got {value!r}")
 
 
 def _shape_of(array: Any) -> str:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from verax.errors import InvalidParameterError
-from verax.ops._dispatch import check_axes, check_shapes, vary_alike
+from verax.ops._dispatch import check_axes, check_count, check_shapes, vary_alike
 from verax.ops.delta._inputs import l2_normalize
 from verax.ops.delta._rules import gated_delta_rule
-from verax.ops.hierarchical._inputs import Pair, ResonanceFlux, chunk_flux, token_flux
+from verax.ops.hierarchical._inputs import Pair, ResonanceFlux, check_pairs, chunk_flux, token_flux
 
 
 class HierarchicalState(NamedTuple):
@@ -76,7 +76,7 @@ def hierarchical_gated_delta_rule(
     Args:
         q, k, v, beta, gates, flux: as in `hierarchical_delta_rule`; q and k are divided by `sqrt(|x|^2 + 1e-6)` here.
         log_decays: `[B, T, H]`, at most 0, of the fast and of the slow state.
-        lengths: tokens of each row that count; all if None. Outputs past them mean nothing.
+        lengths: tokens of each row that count, 0 to T; all if None. Outputs past them mean nothing.
         initial_state: state after an earlier piece; zeros if None.
         output_final_state: whether to return the state after these tokens.
         coupling_interval: part of the definition, not of the computation.
@@ -96,24 +96,28 @@ def hierarchical_gated_delta_rule(
         v=(v, (B, T, H, V)),
         beta=(beta, (B, T, H)),
         lengths=(lengths, (B,)),
-        **{f"log_decays[{i}]": (a, (B, T, H)) for i, a in enumerate(log_decays)},
-        **{f"gates[{i}]": (a, (B, T, H)) for i, a in enumerate(gates)},
     )
-    if coupling_interval < 1:
-        raise InvalidParameterError(f"coupling_interval: expected at least 1 token, got {coupling_interval}")
+    check_pairs((B, T, H), log_decays=log_decays, gates=gates)
+    flux.check(H, K, V)
+    check_count(coupling_interval=coupling_interval)
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    real = jnp.full((B,), T, jnp.int32) if lengths is None else lengths
+    state = HierarchicalState.zeros(B, H, K, V, dtype)
+    if initial_state is not None:
+        given = zip(HierarchicalState._fields, initial_state, state, strict=True)
+        check_shapes(**{f"initial_state.{name}": (array, zeros.shape) for name, array, zeros in given})
+        state = jax.tree.map(lambda array, zeros: jnp.asarray(array, zeros.dtype), initial_state, state)
+    real = jnp.full((B,), T, jnp.int32) if lengths is None else jnp.clip(jnp.asarray(lengths, jnp.int32), 0, T)
     alive = (jnp.arange(T) < real[:, None])[..., None]
-    q, k = l2_normalize(q), l2_normalize(k)
-    beta = jnp.where(alive, beta, 0).astype(dtype)
-    state = HierarchicalState.zeros(B, H, K, V, dtype) if initial_state is None else initial_state
-    phi = token_flux(beta[..., None] * k, beta[..., None] * v.astype(dtype), flux.token)
+    # A choice, since padding may hold NaN.
+    beta, k, v = jnp.where(alive, beta, 0).astype(dtype), *(jnp.where(alive[..., None], a, 0) for a in (k, v))
+    q, k, v = l2_normalize(q), l2_normalize(k), v.astype(dtype)
+    phi = token_flux(beta[..., None] * k, beta[..., None] * v, flux.token)
 
     layout = _Layout.of(T, coupling_interval, None if initial_state is None else state.position)
     steps = (
         q,
-        k * alive[..., None],
-        v.astype(dtype) * alive[..., None],
+        k,
+        v,
         beta,
         jnp.where(alive[..., None], jnp.stack(log_decays, axis=-1).astype(dtype), 0.0),
     )

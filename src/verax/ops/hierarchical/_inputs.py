@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from verax.ops._dispatch import check_axes, check_shapes
+from verax.errors import InvalidParameterError
+from verax.ops._dispatch import check_axes, check_count, check_shapes
 
 LOWEST, HIGHEST = 0.01, 0.99
 
@@ -34,6 +35,14 @@ class ResonanceFlux(NamedTuple):
     """Perceptron of `[mean key, mean value, mean score]`: D is K + V + 1."""
     token: Perceptron
     """Perceptron of `[key, value]`: D is K + V."""
+
+    def check(self, H: int, K: int, V: int) -> None:
+        """Raise `InvalidParameterError` for the first array whose shape does not fit these sizes."""
+        check_shapes(**{"flux.bilinear": (self.bilinear, (H, K, V)), "flux.temperature": (self.temperature, (H,))})
+        for name, (w1, b1, w2, b2), D in (("chunk", self.chunk, K + V + 1), ("token", self.token, K + V)):
+            hidden = len(w1)
+            shapes = ("w1", w1, (hidden, D)), ("b1", b1, (hidden,)), ("w2", w2, (1, hidden)), ("b2", b2, (1,))
+            check_shapes(**{f"flux.{name}.{weight}": (array, shape) for weight, array, shape in shapes})
 
 
 def token_flux(k: Float[Array, "*B K"], v: Float[Array, "*B V"], weights: Perceptron) -> Float[Array, "*B"]:
@@ -70,6 +79,15 @@ def _flux(weights: Perceptron, *features: Array) -> Array:
 Pair = tuple[Array, Array]
 """One for the fast state, one for the slow."""
 
+
+def check_pairs(shape: tuple[int, ...], **pairs: Pair) -> None:
+    """Raise `InvalidParameterError` for the first pair that is not two arrays of this shape."""
+    for name, pair in pairs.items():
+        if len(pair) != 2:
+            raise InvalidParameterError(f"{name}: expected two, of the fast and of the slow state, got {len(pair)}")
+        check_shapes(**{f"{name}[{i}]": (array, shape) for i, array in enumerate(pair)})
+
+
 KEY_EPSILON = 1e-12
 """Least length that a key or a query is divided by: PyTorch's `normalize`."""
 
@@ -90,17 +108,16 @@ class HierarchicalInputs(NamedTuple):
     """`[B T H]`."""
     flux: ResonanceFlux
 
-    def checked(self) -> HierarchicalInputs:
-        """The inputs. Raises `InvalidParameterError` for the first array whose shape does not fit q and v."""
+    def checked(self, chunk_size: int) -> HierarchicalInputs:
+        """The inputs. Raises `InvalidParameterError` for the first array whose shape does not fit q and v, or a chunk
+        size that is not a whole number of at least 1."""
+        check_count(chunk_size=chunk_size)
         check_axes(q=self.q, k=self.k, v=self.v)
         B, T, H, K = self.q.shape
-        check_shapes(
-            k=(self.k, (B, T, H, K)),
-            v=(self.v, (B, T, H, self.v.shape[3])),
-            beta=(self.beta, (B, T, H)),
-            **{f"decays[{i}]": (a, (B, T, H)) for i, a in enumerate(self.decays)},
-            **{f"gates[{i}]": (a, (B, T, H)) for i, a in enumerate(self.gates)},
-        )
+        V = self.v.shape[3]
+        check_shapes(k=(self.k, (B, T, H, K)), v=(self.v, (B, T, H, V)), beta=(self.beta, (B, T, H)))
+        check_pairs((B, T, H), decays=self.decays, gates=self.gates)
+        self.flux.check(H, K, V)
         return self
 
     def chunks(self, chunk_size: int) -> Chunks:

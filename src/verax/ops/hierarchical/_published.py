@@ -68,9 +68,9 @@ def hierarchical_delta_rule(
         Outputs, and both states `[B, H, K, V]` after the last chunk. Float32, or float64 if q is.
 
     Raises:
-        InvalidParameterError: for arrays whose shapes do not fit each other.
+        InvalidParameterError: for arrays whose shapes do not fit each other, or a chunk size below 1.
     """
-    x = HierarchicalInputs(q, k, v, beta, decays, gates, flux).checked()
+    x = HierarchicalInputs(q, k, v, beta, decays, gates, flux).checked(chunk_size)
     return hierarchical_rule(x, chunk_size=chunk_size)
 
 
@@ -136,7 +136,7 @@ def local_delta_rule(
     Returns:
         Outputs, and the slow state or None.
     """
-    x = HierarchicalInputs(q, k, v, beta, decays, gates, flux).checked()
+    x = HierarchicalInputs(q, k, v, beta, decays, gates, flux).checked(chunk_size)
     return local_rule(x, chunk_size=chunk_size, output_final_state=output_final_state)
 
 
