@@ -140,6 +140,15 @@ def test_what_does_not_fit_is_refused(changes, message):
         ConvShape(**{"x": (1, 2, 4, 4, 3), "weight": (2, 3, 3, 3, 3), "stride": 1, "padding": 1, **changes})
 
 
+def test_strides_and_padding_may_be_whole_numbers_of_numpy(unchecked):
+    x, weight = jnp.ones((1, 4, 4, 3)), jnp.ones((2, 3, 3, 3))
+    y = ops.conv2d(x, weight, stride=np.int64(2), padding=np.int32(1))
+    np.testing.assert_array_equal(y, ops.conv2d(x, weight, stride=2, padding=1))
+    for name, number in (("stride", 2.0), ("stride", (1, 2.0)), ("padding", 0.5)):
+        with pytest.raises(InvalidParameterError, match=f"^{name}: expected"):
+            ops.conv2d(x, weight, **{name: number})
+
+
 def test_integers_are_refused(unchecked):
     images, weight = jnp.ones((1, 4, 4, 3)), jnp.ones((2, 3, 2, 2))
     for x, w, name in ((images.astype(jnp.uint8), weight, "x"), (images, weight.astype(jnp.int8), "weight")):

@@ -250,6 +250,7 @@ OTHER_CALLS = {
     "gelu_mlp": (ones(40, 64), ones(48, 64), ones(32, 48)),
     "rms_norm": (ones(3, 64), ones(64)),
     "attention": (ones(1, 5, 4, 8), ones(1, 5, 2, 8), ones(1, 5, 2, 8)),
+    "apply_rotary": (ones(1, 5, 4, 8), ones(5, 4), ones(5, 4)),
     "write_pages": (*PAGED[:2], ones(3, 2, 8), ones(3, 2, 8), jnp.asarray([1, 1, 2]), jnp.asarray([0, 1, 2])),
 }
 
@@ -290,6 +291,14 @@ def test_results_are_the_same_with_64_bits(name):
         ("attention", {}, {"window": 2.5}, "window: expected a whole number"),
         ("attention", {}, {"window": 2**31}, "window: expected a whole number"),
         ("attention", {}, {"soft_cap": float("nan")}, "soft_cap: expected"),
+        ("grouped_linear", {0: ones(40, 32)}, {}, "weights: expected"),
+        ("grouped_linear", {1: ones(48, 64)}, {}, "weights: expected"),
+        ("grouped_linear", {1: ones(0, 48, 64)}, {}, "weights: expected"),
+        ("grouped_linear", {2: jnp.zeros(40)}, {}, "groups: expected an array of integers"),
+        ("grouped_linear", {2: jnp.zeros(3, jnp.int32)}, {}, "groups: expected a shape"),
+        ("apply_rotary", {1: ones(5, 5)}, {}, "cos: expected at most 4"),
+        ("apply_rotary", {2: ones(1, 4)}, {}, "sin: expected"),
+        ("paged_decode_attention", {3: jnp.asarray([1])}, {}, "page_table: expected"),
         ("paged_decode_attention", {4: jnp.asarray([7, 7])}, {}, "kv_lengths: expected"),
         ("paged_decode_attention", {}, {"sinks": ones(1)}, "sinks: expected"),
         ("paged_attention", {5: jnp.asarray([0, 1, 3])}, {}, "query_starts: expected"),

@@ -113,3 +113,9 @@ def test_products_of_one_input_with_weights_in_several_orders():
 def test_other_schemes_are_refused_by_name(bits, group, named):
     with pytest.raises(InvalidParameterError, match=named):
         ops.quantize(jnp.ones((2, 64)), bits, group)
+
+
+@pytest.mark.parametrize("weight", [jnp.ones(64), jnp.ones((2, 2, 64)), jnp.ones((0, 64)), jnp.ones((2, 64), int)])
+def test_only_matrices_of_floats_are_quantised(unchecked, weight):
+    with pytest.raises(InvalidParameterError, match=r"^weight: expected floats"):
+        ops.quantize(weight, 8)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from verax.errors import InvalidParameterError
@@ -140,8 +142,8 @@ class ConvShape:
             raise InvalidParameterError(f"weight: its shape {list(weight)} does not fit an x of shape {list(x)}")
         if x[-1] != weight[1]:
             raise InvalidParameterError(f"weight: takes {weight[1]} channels, but x has {x[-1]}")
-        self.stride = (stride,) * len(axes) if isinstance(stride, int) else tuple(stride)
-        if len(self.stride) != len(axes) or min(self.stride) < 1:
+        self.stride = _each(stride, len(axes))
+        if len(self.stride) != len(axes) or not all(_is_count(s, 1) for s in self.stride):
             raise InvalidParameterError(f"stride: expected at least 1, one number or {len(axes)}, got {stride}")
         extents = list(x[1:-1])
         self.sides = _sides(padding)
@@ -159,11 +161,19 @@ class ConvShape:
         self.out = tuple((n - k) // s + 1 for n, k, s in zip(padded, weight[2:], self.stride, strict=True))
 
 
+def _each(value: Any, count: int) -> tuple[Any, ...]:
+    """A number for each of `count` places, or numbers unchanged."""
+    return (value,) * count if isinstance(value, Real) else tuple(value)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int | np.integer) and bool(value >= least)
+
+
 def _sides(padding: Padding) -> tuple[tuple[int, int], ...]:
     """`((top, bottom), (left, right))`."""
-    axes = [padding] * 2 if isinstance(padding, int) else list(padding)
-    sides = tuple((axis, axis) if isinstance(axis, int) else tuple(axis) for axis in axes)
-    if len(sides) != 2 or any(len(pair) != 2 or min(pair) < 0 for pair in sides):
+    sides = tuple(_each(axis, 2) for axis in _each(padding, 2))
+    if len(sides) != 2 or any(len(pair) != 2 or not all(_is_count(side, 0) for side in pair) for pair in sides):
         raise InvalidParameterError(
             "padding: expected a number, (height, width) or ((top, bottom), (left, right)), none negative, "
             f"got {padding}"

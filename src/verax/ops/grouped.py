@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
+from verax.errors import InvalidParameterError
 from verax.ops._dispatch import Example, bfloat16, float32, int32, operation
 from verax.ops.linear import linear
 from verax.ops.quantized import QuantizedWeight
@@ -16,7 +18,23 @@ from verax.ops.quantized import QuantizedWeight
 Stack = Float[Array, "E F D"] | QuantizedWeight
 
 
-@operation
+def _check(x: Any, weights: Any, groups: Any) -> None:
+    stack, inputs = getattr(weights, "shape", ()), getattr(x, "shape", ())
+    if len(stack) != 3 or stack[0] == 0 or inputs[-1:] != stack[2:]:
+        raise InvalidParameterError(
+            f"weights: expected [E, F, D] for x [..., D], got {list(stack)} for {list(np.shape(x))}"
+        )
+    if not (hasattr(groups, "dtype") and jnp.issubdtype(groups.dtype, jnp.integer)):
+        raise InvalidParameterError(f"groups: expected an array of integers, got {getattr(groups, 'dtype', groups)}")
+    try:
+        np.broadcast_shapes(inputs[:-1], groups.shape)
+    except ValueError:
+        raise InvalidParameterError(
+            f"groups: expected a shape that fits the rows {list(inputs[:-1])} of x, got {list(groups.shape)}"
+        ) from None
+
+
+@operation(check=_check)
 def grouped_linear(x: Float[Array, "*#B D"], weights: Stack, groups: Int[Array, "*#B"]) -> Float[Array, "*B F"]:
     """`linear(x[i], weights[groups[i]])` for each row i, float32.
 
@@ -28,6 +46,9 @@ def grouped_linear(x: Float[Array, "*#B D"], weights: Stack, groups: Int[Array, 
         x: the rows.
         weights: E matrices `[F, D]`, as an array or quantised.
         groups: 0 to E - 1, of each row. A row of any other group gives zeros.
+
+    Raises:
+        InvalidParameterError: for arrays that do not fit each other, or groups that are not integers.
     """
 
     def add_group(y: Float[Array, "*B F"], group: tuple[Int[Array, ""], Any]) -> tuple[Float[Array, "*B F"], None]:

@@ -22,6 +22,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Float32, Int, Int8
 
+from verax.errors import InvalidParameterError
 from verax.ops._dispatch import Example, bfloat16, check_shapes, float32, int32, operation
 from verax.ops.attention import (
     MASKED,
@@ -214,6 +215,8 @@ def _check(
     (_, K, _, H), B = k_cache.shape, len(page_table)
     T, N = q.shape[0] if query_starts is not None else B, q.shape[1]
     check_shapes(q=(q, (T, N, H)), v_cache=(v_cache, k_cache.shape), kv_lengths=(kv_lengths, (B,)))
+    if np.ndim(page_table) != 2:
+        raise InvalidParameterError(f"page_table: expected shape [B, W], got {list(np.shape(page_table))}")
     check_shapes(query_starts=(query_starts, (B + 1,)))
     check_heads(N, K, **options)
 

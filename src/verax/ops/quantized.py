@@ -214,8 +214,13 @@ def quantize(
         rounds_inputs: as in `QuantizedWeight`.
 
     Raises:
-        InvalidParameterError: for other numbers, or if the groups do not divide D.
+        InvalidParameterError: for other numbers, a weight of another shape, of integers or without any numbers, or if
+            the groups do not divide D.
     """
+    if len(weight.shape) != 2 or weight.size == 0 or not jnp.issubdtype(weight.dtype, jnp.floating):
+        raise InvalidParameterError(
+            f"weight: expected floats [F, D], got {weight.dtype} {list(weight.shape)}; jax.vmap quantises a stack"
+        )
     F, D = weight.shape
     _check(D, bits, group_size)
     if (is_float or rounds_inputs) and (bits != 8 or group_size is not None or (is_float and rounds_inputs)):

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from verax.errors import UnsupportedModelError
+from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import MAX_NUMBER, Finite, Positive, file_of, read_value
 from verax.files import JsonObject
-from verax.ops._dispatch import Example, bfloat16, float32, operation
+from verax.ops._dispatch import Example, bfloat16, check_shapes, float32, operation
 from verax.ops.pointwise import rms_norm
 
 
@@ -235,13 +235,23 @@ def rotary_tables(
     return jax.lax.optimization_barrier((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
 
 
-@operation
+def _check(x: Any, cos: Any, sin: Any) -> None:
+    h, H = cos.shape[-1], x.shape[-1]
+    if 2 * h > H:
+        raise InvalidParameterError(f"cos: expected at most {H // 2} angles for heads of size {H}, got {h}")
+    check_shapes(sin=(sin, cos.shape))
+
+
+@operation(check=_check)
 def apply_rotary(
     x: Float[Array, "*B N H"], cos: Float[Array, "*B h"], sin: Float[Array, "*B h"]
 ) -> Float[Array, "*B N H"]:
     """Rotate each head's halves `(x1, x2)` to `(x1 cos - x2 sin, x2 cos + x1 sin)`: the half-split convention.
 
     If H is more than 2 h, the first 2 h numbers are rotated, and the others unchanged.
+
+    Raises:
+        InvalidParameterError: for more angles than halves hold, or other sines than cosines.
     """
     h = cos.shape[-1]
     halves = x[..., : 2 * h].reshape(*x.shape[:-1], 2, h)

@@ -6,6 +6,7 @@ Arguments and conventions follow flash-linear-attention (fla-org/flash-linear-at
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, Literal, TypedDict, Unpack
 
 import jax
@@ -14,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax.errors import InvalidParameterError
-from verax.ops._dispatch import check_axes, check_shapes, vary_alike
+from verax.ops._dispatch import check_axes, check_count, check_shapes, vary_alike
 from verax.ops.delta._chunk import SMALLEST_CHUNK
 from verax.ops.delta._inputs import (
     DeltaInputs,
@@ -141,8 +142,7 @@ def gated_delta_product(
         As `delta_rule`, which raises the same errors. Steps are tokens to the engine: work grows with S.
     """
     n = num_householder
-    if n < 1:
-        raise InvalidParameterError(f"num_householder: expected at least 1, got {n}")
+    check_count(num_householder=n)
     check_axes(q=q, k=k, v=v)
     B, T, H, K = q.shape
     check_shapes(k=(k, (B, T * n, H, K)), v=(v, (B, T * n, *v.shape[2:])), g=(g, (B, T, v.shape[2])))
@@ -261,8 +261,10 @@ def _run(
         raise InvalidParameterError(f"mode: expected auto, {', '.join(IMPLEMENTATIONS)}, got {mode!r}")
     if mode == "step" and (steps != T or offsets is not None):
         raise InvalidParameterError(f"mode: step takes one token of each sequence of a batch, got T = {T // steps}")
-    if chunk_size is not None and (chunk_size < SMALLEST_CHUNK or chunk_size & (chunk_size - 1)):
-        raise InvalidParameterError(f"chunk_size: expected a power of two from {SMALLEST_CHUNK}, got {chunk_size}")
+    if chunk_size is not None:
+        is_whole = isinstance(chunk_size, Integral)
+        if not is_whole or chunk_size < SMALLEST_CHUNK or chunk_size & (chunk_size - 1):
+            raise InvalidParameterError(f"chunk_size: expected a power of two from {SMALLEST_CHUNK}, got {chunk_size}")
 
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     x = DeltaInputs(
