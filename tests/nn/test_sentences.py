@@ -1,5 +1,6 @@
 """`Sentences`: the places of packed and of padded sentences, and their pooled states."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -60,3 +61,12 @@ def test_packed_sentences_may_fill_their_row_and_may_be_none():
     empty = Sentences.packed(jnp.array([0, 0]), 4)
     np.testing.assert_array_equal(empty.segments, [[2, 2, 2, 2]])
     np.testing.assert_array_equal(empty.last(jnp.ones((1, 4, 3))).shape, (2, 3))
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_means_need_no_promotion_of_integers(layout, by_position):
+    sentences, shape, _ = layout
+    hidden = jnp.ones((*shape, 7))
+    with jax.numpy_dtype_promotion("strict"):
+        means = sentences.mean(hidden, by_position=by_position)
+    np.testing.assert_array_equal(means, sentences.mean(hidden, by_position=by_position))

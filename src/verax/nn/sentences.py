@@ -82,8 +82,9 @@ class Sentences(NamedTuple):
         """
         states, owners, count = _flat(hidden), self._owners(skipped), self.lengths.shape[0]
         if not by_position:
-            return jax.ops.segment_sum(states, owners, count) / jnp.maximum(self.lengths - skipped, 1)[:, None]
-        weights = self.positions.reshape(-1) + 1.0
+            counts = jnp.maximum(self.lengths - skipped, 1).astype(jnp.float32)
+            return jax.ops.segment_sum(states, owners, count) / counts[:, None]
+        weights = (self.positions.reshape(-1) + 1).astype(jnp.float32)
         totals = jax.ops.segment_sum(states * weights[:, None], owners, count)
         return totals / jnp.maximum(jax.ops.segment_sum(weights, owners, count), 1)[:, None]
 
