@@ -32,6 +32,16 @@ def test_each_line_of_a_pipe_is_a_turn_and_is_remembered(run, folder):
     assert second["prompt"] == first["prompt"] + answer + turn
 
 
+def test_instructions_begin_the_user_s_text_where_the_template_has_no_system(run, tmp_path):
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system!') }}{% endif %}"
+    template = refusing + "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    folder = tiny_checkpoint(tmp_path, chat_template=template)
+    done = run("chat", "-m", folder, "--system", "fox", "--json", *QUICK, stdin="abc\ndef\n")
+    prompts = [json.loads(line)["prompt"] for line in done.out.splitlines()]
+    assert [prompt.startswith("user: fox\n\nabc\n") for prompt in prompts] == [True, True]
+    assert prompts[1].endswith("user: def\n")
+
+
 HARMONY = """{% for m in messages %}<|start|>{{ m.role }}{% if m.role == "assistant" %}<|channel|>final{% endif -%}
 <|message|>
 {{- m.content }}<|end|>{% endfor %}<|start|>assistant"""

@@ -124,8 +124,8 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         try:
             dropped = self._make_room()
-            pieces = self._llm.stream(self.messages, self._params, self._adapter)
-            prompt = self._llm.render(self.messages)
+            prompt = self._prompt()
+            pieces = self._llm.stream(self._form.history(self.messages), self._params, self._adapter)
         except Exception:
             self.messages = before
             raise
@@ -173,7 +173,10 @@ class Conversation:
         return dropped
 
     def _length(self) -> int:
-        return len(self._tokenizer.encode(self._llm.render(self.messages), add_special_tokens=False))
+        return len(self._tokenizer.encode(self._prompt(), add_special_tokens=False))
+
+    def _prompt(self) -> str:
+        return self._llm.render(self._form.history(self.messages))
 
 
 def _turns(interactive: bool) -> Iterator[str]:
