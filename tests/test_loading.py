@@ -78,6 +78,21 @@ def test_a_head_that_differs_from_the_embeddings_is_used_though_the_config_has_t
     np.testing.assert_allclose(model.logits(hidden), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_embeddings_are_found_under_the_name_of_the_head_that_they_are_tied_to(tmp_path, quantization):
+    """safetensors' `save_model` keeps the first name of weights that are one in memory."""
+    config = tiny_config(num_hidden_layers=1)
+    weights = random_weights(config)
+    checkpoint.save(weights, tmp_path / "plain", config=config)
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    checkpoint.save(weights, tmp_path / "head", config=config)
+    states = [
+        nnx.state(load_causal_lm(Checkpoint.open(tmp_path / name), dtype="float32", quantization=quantization))
+        for name in ("plain", "head")
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
 def test_quantisation_is_of_linear_layers_only(tmp_path):
     model = load(tmp_path, weights(), quantization="int4")
     assert isinstance(model.inner.up.weight.get_value(), QuantizedWeight)

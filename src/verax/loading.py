@@ -394,9 +394,12 @@ def _sources(
     present, aliases, stacks = set(opened.names()), dict[str, str](), dict[str, StackedKeys]()
     transposed = set[str]()
     find = partial(_find, present=present, model=model)
+    heads = {source: name for name, source in tied_weights.items()}
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         name = ".".join(map(str, path))
-        source = find(tied_weights.get(name, name))
+        tied = tied_weights.get(name, name)
+        if (source := find(tied)) not in present:  # safetensors' save_model keeps the first of equal weights by name
+            source = find(heads.get(tied, tied))
         matrices = stacked_keys(name, leaf.shape, getattr(model, "stacked_weights", ()))
         if matrices is not None and source not in present:
             stacks[name] = [tuple(map(find, keys)) for keys in matrices]
