@@ -354,6 +354,27 @@ def test_a_stream_that_is_dropped_leaves_the_other_requests_and_nothing_else(llm
     assert not llm.has_unfinished_requests
 
 
+@pytest.mark.parametrize("messages", ["Hello", {"role": "user", "content": "Hello"}, iter([])])
+def test_a_chat_that_is_not_a_list_is_refused_by_name(llm, messages):
+    with pytest.raises(InvalidParameterError, match="messages: expected a list"):
+        llm.chat(messages, GREEDY)
+
+
+@pytest.mark.parametrize("tools", [[len], "f", {"type": "function"}, [{"type": "function", "function": {"name": "f"}}]])
+def test_functions_that_no_template_could_read_or_this_one_leaves_out_are_refused(llm, tools):
+    hello = [{"role": "user", "content": "Hello"}]
+    with pytest.raises(InvalidParameterError, match="tools"):
+        llm.chat(hello, GREEDY, tools=tools)
+    with pytest.raises(InvalidParameterError, match="tools"):
+        llm.stream(hello, GREEDY, tools=tools)
+    assert llm.chat(hello, GREEDY, tools=[])[0].prompt == llm.render(hello)
+
+
+def test_sampling_parameters_of_a_stream_are_a_record(llm):
+    with pytest.raises(InvalidParameterError, match="sampling_params: expected SamplingParams"):
+        llm.stream("Hello", {"temperature": 0})
+
+
 def test_a_stream_is_whole_when_steps_of_others_finish_it(llm):
     expected = llm.generate("abc", GREEDY)[0].outputs
     pieces = llm.stream("abc", GREEDY)

@@ -333,9 +333,11 @@ class LLM:
 
         `lora_request` is as in `generate`.
         """
+        if isinstance(messages, str | Mapping) or not isinstance(messages, abc.Sequence):
+            raise InvalidParameterError(f"messages: expected a list of messages, or of conversations, got {messages!r}")
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations: abc.Sequence[Any] = [messages] if one else messages
-        prompts = [self.render(conversation, tools=tools, **template_options) for conversation in conversations]
+        prompts = [self._prompt_with(conversation, tools=tools, **template_options) for conversation in conversations]
         continued = bool(template_options.get("continue_final_message"))
         options = {"add_special_tokens": False, "continues_prompt": continued}
         return self._run(prompts, sampling_params, use_tqdm, lora_request, **options)
@@ -352,15 +354,15 @@ class LLM:
         The request enters the engine with the first piece that is asked for. Closing the iterator early aborts it. The
         iterator's return value (`yield from`) is the final `RequestOutput`.
         """
-        params = sampling_params or self.default_sampling_params()
+        params = self._recommended if sampling_params is None else sampling_params
+        inputs = RequestInput(prompt, params, stream=True, lora_request=lora_request)
         if params.n != 1:
             raise InvalidParameterError(f"n: a stream has one answer, got {params.n}")
-        inputs = RequestInput(prompt, params, stream=True, lora_request=lora_request)
         if template_options:
             if not inputs.is_chat:
                 raise InvalidParameterError(f"{next(iter(template_options))}: a prompt has no chat template")
             conversation: Any = inputs.prompt
-            text = self.render(conversation, **template_options)
+            text = self._prompt_with(conversation, **template_options)
             continued = bool(template_options.get("continue_final_message"))
             inputs = replace(inputs, prompt=text, add_special_tokens=False, continues_prompt=continued)
         return self._pieces(self._prepare(inputs))
@@ -384,6 +386,16 @@ class LLM:
         if sampling := [name for name in template_options if name in options_of(SamplingParams)]:
             raise InvalidParameterError(f"{sampling[0]}: give it in sampling_params; a chat template has no use for it")
         return self.engine.render(messages, **template_options)
+
+    def _prompt_with(self, messages: abc.Sequence[Message], *, tools: Any = None, **template_options: Any) -> str:
+        """`render`, which refuses functions that the template leaves out: the model would not know of them."""
+        prompt = self.render(messages, tools=tools, **template_options)
+        if tools and prompt == self.render(messages, **template_options):
+            raise InvalidParameterError(
+                "tools: the checkpoint's chat template leaves them out; describe them in a message, or give another "
+                "template (Tokenizer.with_chat_template)"
+            )
+        return prompt
 
     def add_request(
         self,

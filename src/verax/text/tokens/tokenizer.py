@@ -291,6 +291,12 @@ class Tokenizer:
                 f"{wrong[0]}: it is not implemented; variables of the checkpoint's chat template are arguments "
                 "themselves, such as enable_thinking=False"
             )
+        listed = isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)
+        if tools is not None and not listed:
+            raise InvalidParameterError(
+                'tools: expected a list of {"type": "function", "function": {"name": ..., "parameters": {...}}}, '
+                f"got {tools!r:.100}"
+            )
         name = "tool_use" if tools is not None and "tool_use" in self._chat_templates else "default"
         template = self._chat_templates.get(name)
         if template is None:
