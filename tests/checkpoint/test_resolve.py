@@ -12,7 +12,7 @@ from huggingface_hub import errors
 from verax.checkpoint import Checkpoint, resolve
 from verax.checkpoint.resolve import resolve_video
 from verax.checkpoint.video.folder import VideoFolder
-from verax.errors import CheckpointError
+from verax.errors import CheckpointError, InvalidParameterError
 
 ASK = "import sys; from verax.checkpoint import resolve; print(resolve(sys.argv[1]))"
 CAUGHT = f"""
@@ -104,6 +104,15 @@ def fetched(call, files):
     """The files that a call would fetch of a repository."""
     patterns = {key: call[key] for key in ("allow_patterns", "ignore_patterns")}
     return list(huggingface_hub.utils.filter_repo_objects(files, **patterns))
+
+
+def test_a_revision_is_refused_where_a_folder_has_the_name_of_the_hub_id(calls, tmp_path, monkeypatch):
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve("org/name") == Path("org/name")
+    with pytest.raises(InvalidParameterError, match="revision"):
+        resolve("org/name", revision="v2")
+    assert not calls
 
 
 def test_only_the_files_of_a_checkpoint_are_asked_for(calls, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tokenizers
 
-from verax.errors import CheckpointError
+from verax.errors import CheckpointError, InvalidParameterError
 from verax.files import read_json, refuse_pointer
 
 TOKENIZER_FILES = (
@@ -83,10 +83,13 @@ def resolve(model: str | Path, *, revision: str | None = None, weights: bool = T
     Raises:
         CheckpointError: if there is no such folder or file, no such id could be fetched, or a folder has several GGUF
             files and nothing else.
+        InvalidParameterError: for a revision of a folder or file.
     """
     if model == "":  # which Path takes for the current folder
         raise CheckpointError(f"model: got an empty text; {_POSSIBLE}")
     folder = Path(model).expanduser()
+    if revision is not None and folder.exists():  # such as a clone with the name of its hub id
+        raise InvalidParameterError(f"revision: {revision!r} is of a hub id; {folder} lies here and has none")
     if folder.is_dir():
         return _only_gguf(folder) or folder
     if folder.is_file() and folder.suffix == ".gguf":
