@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import jax
@@ -373,6 +374,25 @@ def test_functions_that_no_template_could_read_or_this_one_leaves_out_are_refuse
 def test_sampling_parameters_of_a_stream_are_a_record(llm):
     with pytest.raises(InvalidParameterError, match="sampling_params: expected SamplingParams"):
         llm.stream("Hello", {"temperature": 0})
+
+
+def test_threads_that_share_a_model_get_the_answers_to_their_own_prompts(llm):
+    def streamed(prompt):
+        pieces = llm.stream(prompt, GREEDY)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                return end.value.outputs[0].token_ids
+
+    expected = [alone(llm, prompt) for prompt in PROMPTS]
+    with ThreadPoolExecutor(4) as pool:
+        calls = [
+            pool.submit(streamed, prompt) if i % 2 else pool.submit(alone, llm, prompt)
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        assert [call.result() for call in calls] == expected
+    check_engine(llm.engine)
 
 
 def test_a_stream_is_whole_when_steps_of_others_finish_it(llm):

@@ -6,6 +6,7 @@ import contextvars
 import itertools
 import logging
 import sys
+import threading
 import time
 from collections import abc
 from collections.abc import Callable, Generator, Mapping
@@ -53,6 +54,8 @@ _log = logging.getLogger("verax.text")
 
 class LLM:
     """A language model ready to generate: weights on the device, programs compiled.
+
+    Several threads may call it. `generate` and `chat` of one run after those of another; `AsyncLLM` runs them together.
 
     Examples:
         >>> llm = LLM()  # the built-in model; or a Hugging Face folder or hub id
@@ -188,6 +191,8 @@ class LLM:
         """Most sequences that run at once, on all replicas."""
         self.max_model_len = engines[0].max_model_len
         """Longest sequence that is served, in tokens."""
+        self._lock = threading.RLock()
+        """Held by whoever adds requests or runs steps."""
         self._router = ReplicaRouter(engines, block_size=engines[0].prefix_block_size)
         self._names = itertools.count()
 
@@ -224,12 +229,13 @@ class LLM:
             InvalidParameterError: if a weight is missing, unknown, or of another shape or dtype, with its name; for an
                 engine that was loaded quantised, has unfinished requests, or runs on several hosts.
         """
-        weight_update.check_idle("update_weights", self.engines, self.config.nnodes)
-        if self._template is None:
-            raise InvalidParameterError(
-                "update_weights: the engine's weights are quantised; load it without quantization to update them"
-            )
-        weight_update.update_weights(self.engines, self._template(), tree, _placement_mesh)
+        with self._lock:
+            weight_update.check_idle("update_weights", self.engines, self.config.nnodes)
+            if self._template is None:
+                raise InvalidParameterError(
+                    "update_weights: the engine's weights are quantised; load it without quantization to update them"
+                )
+            weight_update.update_weights(self.engines, self._template(), tree, _placement_mesh)
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of weights and cache on the devices until `wake_up`, as vLLM does.
@@ -242,12 +248,14 @@ class LLM:
         Raises:
             InvalidParameterError: for another level, unfinished requests, or an engine on several hosts.
         """
-        weight_update.check_idle("sleep", self.engines, self.config.nnodes)
-        weight_update.sleep(self.engines, level)
+        with self._lock:
+            weight_update.check_idle("sleep", self.engines, self.config.nnodes)
+            weight_update.sleep(self.engines, level)
 
     def wake_up(self) -> None:
         """Allocate the cache again, empty, and put the weights back on the devices unless `sleep` has dropped them."""
-        weight_update.wake_up(self.engines)
+        with self._lock:
+            weight_update.wake_up(self.engines)
 
     def follow(self) -> None:
         """Repeat the dispatches of rank 0 until it ends, on a host of another rank.
@@ -411,21 +419,23 @@ class LLM:
         With `output_token_ids`, an answer so far for each sample, the request continues exactly as if it had sampled
         these tokens itself. Its outputs contain them; only new tokens have log-probabilities.
         """
-        params = sampling_params or self.default_sampling_params()
-        request = self._prepare(
-            RequestInput(prompt, params, request_id, output_token_ids=output_token_ids, lora_request=lora_request)
-        )
-        self._add(request)
+        params = self._recommended if sampling_params is None else sampling_params
+        inputs = RequestInput(prompt, params, request_id, output_token_ids=output_token_ids, lora_request=lora_request)
+        with self._lock:
+            request = self._prepare(inputs)
+            self._add(request)
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
         """Run one engine step; outputs of the requests that got a token, or ended."""
-        return [output for engine in self._busy() for output in engine.step()]
+        with self._lock:
+            return [output for engine in self._busy() for output in engine.step()]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request; its output so far, or None if there is no such request."""
-        engine = self._engine_of(request_id)
-        return None if engine is None else engine.abort(request_id)
+        with self._lock:
+            engine = self._engine_of(request_id)
+            return None if engine is None else engine.abort(request_id)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -485,21 +495,22 @@ class LLM:
         ]
         requests = [self._prepare(item) for item in inputs]
         done: dict[Request, RequestOutput] = {}
-        tokens, begin = 0, time.perf_counter()
-        try:
-            engine_of = {request: self._add(request) for request in requests}
-            with progress.bar("generating", enabled=use_tqdm) as report:
-                while len(done) < n:
-                    for request in self._advance():
-                        if request.finished and request in engine_of:
-                            output = done[request] = engine_of[request].pop_output(request)
-                            tokens += sum(len(sample.token_ids) for sample in output.outputs)
-                    rate = tokens / (time.perf_counter() - begin)
-                    report(len(done), n, f"{rate:.0f} tokens/s")
-        finally:  # an error or an interrupt leaves nothing of this call in the engines
-            for request in requests:
-                if request not in done:
-                    self.abort(request.request_id)
+        with self._lock:
+            tokens, begin = 0, time.perf_counter()
+            try:
+                engine_of = {request: self._add(request) for request in requests}
+                with progress.bar("generating", enabled=use_tqdm) as report:
+                    while len(done) < n:
+                        for request in self._advance():
+                            if request.finished and request in engine_of:
+                                output = done[request] = engine_of[request].pop_output(request)
+                                tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                        rate = tokens / (time.perf_counter() - begin)
+                        report(len(done), n, f"{rate:.0f} tokens/s")
+            finally:  # an error or an interrupt leaves nothing of this call in the engines
+                for request in requests:
+                    if request not in done:
+                        self.abort(request.request_id)
         if self.spec_decode is not None:
             _log.info("speculative decoding: %s since the start", self.spec_decode)
         return [done[request] for request in requests]
@@ -507,13 +518,16 @@ class LLM:
     def _pieces(self, request: Request) -> Generator[str, None, RequestOutput]:
         """Run a prepared request. It is queued here: a generator that never began leaves nothing in the engine."""
         finalizing = sys.is_finalizing  # when the interpreter ends, globals may be gone before a generator is
-        engine = self._add(request)
+        with self._lock:
+            engine = self._add(request)
         shown = request.sequences[0].detokenizer
         assert shown is not None
         try:
             while not request.finished:
-                self._advance()
-                if piece := shown.delta():
+                with self._lock:
+                    self._advance()
+                    piece = shown.delta()
+                if piece:
                     yield piece
             if piece := shown.finish():
                 yield piece
