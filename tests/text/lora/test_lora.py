@@ -119,6 +119,16 @@ def test_an_adapter_that_does_not_fit_is_refused(loader, make, made, error, says
         loader.load(make(**made))
 
 
+def test_matrices_of_a_vision_tower_are_left_out_of_an_adapter_that_changes_the_text_too(make):
+    layers = layers_of("qwen3")
+    path, tower = "model.layers.1.self_attn.q_proj", "model.visual.blocks.0.attn.qkv"
+    loader = AdapterLoader(layers, 2)
+    both = make(1, {path.replace("model.", "model.language_model."): layers.shapes[path], tower: (9, 5)}, rank=3)
+    assert set(loader.load(both).matrices) == {path}
+    with pytest.raises(CheckpointError, match=tower):
+        loader.load(make(2, {tower: (9, 5)}, rank=3))
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [

@@ -123,6 +123,8 @@ class AdaptedLayers:
     """Times that the model has each unit of a weight, by its name, where adapters have it once."""
     devices: int = 1
     """Devices that the layers are divided over."""
+    unused: tuple[str, ...] = ()
+    """Patterns of weights of the checkpoint that the model does not compute with, such as those of a vision tower."""
 
     @classmethod
     def of(
@@ -146,6 +148,7 @@ class AdaptedLayers:
                 layer.low_rank = _Probe.of(F, D, lambda path=path, size=(F, D): shapes.__setitem__(path, size))
             found.update(divisions=divisions(model))
             found.update(dtype=model.dtype, aliases=model.key_aliases, name=type(model).__name__)
+            found.update(unused=tuple(model.ignored_weights))
             return model(tokens)
 
         jax.eval_shape(probe, weights, jax.ShapeDtypeStruct((1, PROBED_TOKENS), jnp.int32))
@@ -162,7 +165,12 @@ class AdaptedLayers:
             max_loras=max_loras,
             max_rank=max_rank,
             dtype=found["dtype"],
+            unused=found["unused"],
         )
+
+    def is_unused(self, module: str) -> bool:
+        """True for a module of the checkpoint that the model lacks, and that changes no answer to a text."""
+        return any(re.search(pattern, f"{module}.weight") for pattern in self.unused)
 
     def times(self, path: str) -> int:
         """Times that the model has each unit of a layer's outputs."""
@@ -301,7 +309,9 @@ class AdapterLoader:
     def _read(self, request: LoRARequest) -> LoadedAdapter:
         adapter, layers = Adapter.open(Path(request.lora_path)), self._layers
         paths = {module: layers.names[module] for module in adapter.pairs if module in layers.names}
-        if missing := adapter.pairs.keys() - paths.keys():
+        missing = [module for module in adapter.pairs if module not in paths and not layers.is_unused(module)]
+        if missing or not paths:
+            missing = missing or adapter.pairs
             raise adapter.fault(missing, "the engine's model has no layers that adapters can change by the names of")
         wrong = []
         for module, path in paths.items():
