@@ -9,8 +9,6 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["parse", "parser", "print_measurements"]
-
 
 def parser(description: str | None, output: str) -> argparse.ArgumentParser:
     """Parser of a recipe's options, whose default output folder is `output`."""

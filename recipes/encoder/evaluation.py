@@ -9,8 +9,6 @@ from typing import NamedTuple
 from recipes.encoder.paraphrases import pairs
 from verax.embed.encoder import Encoder
 
-__all__ = ["Confusion", "confusions", "evaluate", "retrieval"]
-
 
 class Confusion(NamedTuple):
     """Sentence whose nearest candidate is not its paraphrase."""

@@ -15,8 +15,6 @@ from typing import Literal, NamedTuple
 from recipes.encoder.domains import KINDS
 from recipes.encoder.words import POOLS
 
-__all__ = ["Meaning", "Pair", "Split", "draw", "pairs", "phrase", "vary"]
-
 Split = Literal["train", "held_out"]
 
 HELD_OUT_BYTES = 26

@@ -27,8 +27,6 @@ from verax.nn import Sentences
 from verax.train.loop import Schedule, train
 from verax.train.loss import rounded_gradient_linear
 
-__all__ = ["CONFIG", "SCHEDULE", "batch", "batches", "export", "initial", "padded", "train_builtin"]
-
 Batch = dict[str, Int32[np.ndarray, "B ..."]]
 
 

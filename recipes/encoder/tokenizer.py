@@ -13,8 +13,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from recipes.encoder.paraphrases import pairs
 
-__all__ = ["SPECIAL_TOKENS", "VOCAB_SIZE", "save_tokenizer", "train_tokenizer"]
-
 PAD, BEGIN, END = SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]")
 VOCAB_SIZE = 3072
 TRAINING_PAIRS = 20_000

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from recipes.text.words import BOYS, GIRLS, words
 
-__all__ = ["POOLS", "Value"]
-
 Value = tuple[str, ...]
 """Phrases of the same meaning."""
 

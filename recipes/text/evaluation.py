@@ -19,8 +19,6 @@ from verax.loading import load_causal_lm
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
 
-__all__ = ["evaluate"]
-
 
 def evaluate(folder: Path, *, dtype: str = "bfloat16", samples: int = 100) -> dict[str, float]:
     """Measure a trained folder with the engine that users run.

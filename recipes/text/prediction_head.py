@@ -28,8 +28,6 @@ from verax.models import causal_lm
 from verax.train.loop import Schedule, train
 from verax.train.loss import rounded_gradient_linear
 
-__all__ = ["SCHEDULE", "train_head"]
-
 PASSES = 3
 """Times that the head is applied: as many drafts are trained."""
 

@@ -25,8 +25,6 @@ from verax.models import CausalLM, causal_lm
 from verax.train.loop import Schedule, train
 from verax.train.loss import rounded_gradient_linear
 
-__all__ = ["CONFIG", "SCHEDULE", "export", "held_out_loss", "token_batches", "train_builtin"]
-
 CONTEXT = 1024
 
 CONFIG: dict[str, Any] = {

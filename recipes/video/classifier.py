@@ -13,8 +13,6 @@ from jaxtyping import Float, UInt8
 from recipes.video.shapes import COLOURS, DIRECTIONS, SHAPES, Scene, masks
 from verax.errors import InvalidParameterError
 
-__all__ = ["Seen", "classify"]
-
 LEAST_DIFFERENCE = 40.0
 """Least distance in RGB of a shape's pixel from the gradient underneath: far above noise, below `CONTRAST`."""
 

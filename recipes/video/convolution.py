@@ -16,8 +16,6 @@ from jaxtyping import Array, Float
 from verax import ops
 from verax.ops.conv import ConvShape, Padding, Stride
 
-__all__ = ["own_gradient_conv2d", "own_gradient_conv3d"]
-
 Sides = tuple[tuple[int, int], ...]
 
 

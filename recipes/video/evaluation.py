@@ -12,8 +12,6 @@ from recipes.video.classifier import classify
 from recipes.video.shapes import Scene, draw, scenes
 from verax import progress
 
-__all__ = ["contact_sheet", "evaluate", "psnr"]
-
 SEED = 7
 """Seed of the scenes, whose combinations of words are held out of training."""
 

@@ -22,19 +22,6 @@ from verax import progress
 from verax.files import atomic_path
 from verax.models.wan.vae import WanVae
 
-__all__ = [
-    "CLIP_MEAN",
-    "CLIP_STD",
-    "TEXT_TOKENS",
-    "WORDS",
-    "Clips",
-    "clips",
-    "labels",
-    "save_tokenizer",
-    "tokens",
-    "video_tokenizer",
-]
-
 PAD, END, UNKNOWN = SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
 
 

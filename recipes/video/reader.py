@@ -26,8 +26,6 @@ from verax.nn import Linear
 from verax.train.loop import Schedule, train
 from verax.train.loss import rounded_gradient_linear
 
-__all__ = ["SCHEDULE", "TEXT_ENCODER", "Reader", "matrices_by_width", "reader_loss", "train_reader"]
-
 TEXT_ENCODER = UMT5Config(
     vocab_size=video_tokenizer().get_vocab_size(), d_model=96, d_kv=32, d_ff=192, num_layers=2, num_heads=3
 )

@@ -28,8 +28,6 @@ from verax.checkpoint.video.parts import diffusers_transformer, scheduler_settin
 from verax.models.wan.vae import WanVae
 from verax.train.loop import STATE
 
-__all__ = ["CLIPS", "export", "train_builtin"]
-
 CLIPS = 8192
 """Number of training clips, drawn once and kept as latents."""
 

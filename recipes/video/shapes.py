@@ -14,8 +14,6 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float32, Int, UInt8
 
-__all__ = ["COLOURS", "DIRECTIONS", "SHAPES", "TEMPLATES", "Scene", "Split", "draw", "masks", "scene", "scenes"]
-
 Split = Literal["train", "held_out"]
 
 SHAPES = ("circle", "square", "triangle", "ring")

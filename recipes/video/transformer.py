@@ -30,8 +30,6 @@ from verax.models.wan.model import WanConfig, WanModel
 from verax.train.loop import Schedule, matrices, train
 from verax.train.loss import rounded_gradient_linear
 
-__all__ = ["IMAGE_ENCODER", "SCHEDULE", "TRANSFORMER", "MuonSchedule", "Trainee", "condition", "train_transformer"]
-
 TRANSFORMER = WanConfig(
     dim=128, ffn_dim=512, num_heads=2, num_layers=4, in_dim=36, text_dim=96, image_dim=64, freq_dim=128
 )

@@ -28,18 +28,6 @@ from verax.nn import CausalConv3d, Conv2d
 from verax.train.loop import Schedule, train
 from verax.train.loss import rounded_gradient_linear
 
-__all__ = [
-    "CONFIG",
-    "DECODER_SCHEDULE",
-    "FRAMES",
-    "SCHEDULE",
-    "SIZE",
-    "colours",
-    "initial",
-    "refine_decoder",
-    "train_vae",
-]
-
 CONFIG = WanVaeConfig(
     base_dim=16, dim_mult=(1, 2, 4, 4), num_res_blocks=1, latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16
 )
