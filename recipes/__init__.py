@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def parser(description: str | None, output: str) -> argparse.ArgumentParser:
@@ -22,9 +23,9 @@ def parser(description: str | None, output: str) -> argparse.ArgumentParser:
     return options
 
 
-def parse(description: str | None, output: str) -> argparse.Namespace:
-    """Options of a recipe that has no options of its own."""
-    return parser(description, output).parse_args()
+def parse(description: str | None, output: str) -> dict[str, Any]:
+    """Options of a recipe that has no options of its own, as arguments of its function."""
+    return vars(parser(description, output).parse_args())
 
 
 def print_measurements(values: Mapping[str, float]) -> None:

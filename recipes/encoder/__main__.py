@@ -4,7 +4,6 @@ from recipes import parse, print_measurements
 from recipes.encoder.evaluation import evaluate
 from recipes.encoder.recipe import train_builtin
 
-options = parse(__doc__, "runs/encoder")
-folder = train_builtin(options.output, steps=options.steps, seed=options.seed, resume=options.resume)
+folder = train_builtin(**parse(__doc__, "runs/encoder"))
 print_measurements(evaluate(folder))
 print(f"trained: {folder}")

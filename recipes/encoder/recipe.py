@@ -82,35 +82,24 @@ LENGTH = 32
 TEMPERATURE = 0.05
 
 
-def train_builtin(
-    output: Path,
-    *,
-    steps: int | None = None,
-    seed: int = 0,
-    resume: bool = False,
-    stop_at: int | None = None,
-    show_progress: bool = True,
-) -> Path:
+def train_builtin(output: Path, *, steps: int | None = None, seed: int = 0, **run: Any) -> Path:
     """Train the built-in encoder and export it as a Hugging Face folder, `output / "model"`, which is returned.
 
     `output` also receives the training state, the log and the loss plot. Arguments as in
     `recipes.text.recipe.train_builtin`.
     """
-    schedule = SCHEDULE.of(steps)
     tokenizer = train_tokenizer(seed)
     graph, params = initial(seed, tokenizer.get_vocab_size())
     trained = train(
         lambda params, batch: pair_loss(nnx.merge(graph, params), batch),
         params,
         lambda start: batches(tokenizer, seed=seed, size=PAIRS, length=LENGTH, start=start),
-        schedule,
+        SCHEDULE.of(steps),
         output,
         settings={"seed": seed},
-        resume=resume,
-        stop_at=stop_at,
         save_every=40,
         loss_unit="nats per pair",
-        show_progress=show_progress,
+        **run,
     )
     return export(nnx.merge(graph, trained), tokenizer, output / "model")
 

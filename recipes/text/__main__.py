@@ -3,5 +3,4 @@
 from recipes import parse
 from recipes.text.recipe import train_builtin
 
-options = parse(__doc__, "runs/text")
-print(f"trained: {train_builtin(options.output, steps=options.steps, seed=options.seed, resume=options.resume)}")
+print(f"trained: {train_builtin(**parse(__doc__, 'runs/text'))}")

@@ -37,21 +37,13 @@ DISCOUNT = 0.8
 SCHEDULE = Schedule(steps=400, peak_learning_rate=3e-3, warmup_steps=30)
 
 
-def train_head(
-    output: Path,
-    *,
-    model: Path | None = None,
-    steps: int | None = None,
-    seed: int = 0,
-    resume: bool = False,
-    stop_at: int | None = None,
-) -> Path:
+def train_head(output: Path, *, model: Path | None = None, steps: int | None = None, seed: int = 0, **run: Any) -> Path:
     """Train a head for a model of `recipes.text`, and export both as one folder, `output / "model"`, which is returned.
 
     The head begins with the weights of the model's last layer, or as the folder's own head if it has one.
 
     Args:
-        output: as in `train_builtin`, and so are `seed`, `resume` and `stop_at`.
+        output: as in `train_builtin`, and so are `seed` and `run`.
         model: folder of the model; the built-in one if None.
         steps: length of the schedule; the recipe's own if None.
     """
@@ -79,8 +71,7 @@ def train_head(
         SCHEDULE.of(steps),
         output,
         settings={"seed": seed, "base": fingerprint(opened)},
-        resume=resume,
-        stop_at=stop_at,
+        **run,
     )
     kept = {name: jnp.asarray(opened.read(name)) for name in opened.names() if not name.startswith("mtp.")}
     new = {".".join(map(str, path)): leaf[...].astype(jnp.bfloat16) for path, leaf in nnx.to_flat_state(trained)}
@@ -160,5 +151,4 @@ class _Passes:
 
 
 if __name__ == "__main__":
-    options = parse(__doc__, "runs/text-head")
-    print(f"trained: {train_head(options.output, steps=options.steps, seed=options.seed, resume=options.resume)}")
+    print(f"trained: {train_head(**parse(__doc__, 'runs/text-head'))}")

@@ -60,15 +60,7 @@ ROWS = ((32, 128), (32, 128), (32, 128), (32, 128), (32, 128), (8, 512))
 attention over short rows is cheap. The long rows, which are read as one text, teach distances up to 512."""
 
 
-def train_builtin(
-    output: Path,
-    *,
-    steps: int | None = None,
-    seed: int = 0,
-    resume: bool = False,
-    stop_at: int | None = None,
-    show_progress: bool = True,
-) -> Path:
+def train_builtin(output: Path, *, steps: int | None = None, seed: int = 0, **run: Any) -> Path:
     """Train the built-in model and export it as a Hugging Face folder, `output / "model"`, which is returned.
 
     Training takes under an hour on two CPU cores. `output` also receives the training state, the log and the loss plot.
@@ -77,23 +69,18 @@ def train_builtin(
         output: folder, created if missing.
         steps: length of the schedule, for trials; the recipe's own if None.
         seed: seed of data, tokenizer and initial weights.
-        resume: continue from the state in `output`.
-        stop_at: last step of this run, if it is to end before the schedule does.
-        show_progress: show a progress bar on a terminal.
+        run: further options of `verax.train.loop.train`, such as `resume`.
     """
-    schedule = SCHEDULE.of(steps)
     tokenizer = train_tokenizer(seed)
     graph, params = initial(seed)
     trained = train(
         lambda params, batch: packed_loss(nnx.merge(graph, params), batch),
         params,
         lambda start: token_batches(tokenizer, seed, start),
-        schedule,
+        SCHEDULE.of(steps),
         output,
         settings={"seed": seed},
-        resume=resume,
-        stop_at=stop_at,
-        show_progress=show_progress,
+        **run,
     )
     return export(nnx.merge(graph, trained), tokenizer, output / "model")
 

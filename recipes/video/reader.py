@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from recipes.video.latents import WORDS, labels, tokens, video_tokenizer
@@ -50,20 +50,11 @@ class Reader(nnx.Module):
         )
 
 
-def train_reader(
-    output: Path,
-    *,
-    steps: int | None = None,
-    seed: int = 0,
-    resume: bool = False,
-    mesh: Mesh | None = None,
-    show_progress: bool = True,
-) -> Reader:
+def train_reader(output: Path, *, steps: int | None = None, seed: int = 0, **run: Any) -> Reader:
     """Train the text encoder on captions alone, with state, log and plot in `output`.
 
-    Arguments as in `recipe.train_builtin`.
+    Arguments as in `vae.train_vae`.
     """
-    schedule = SCHEDULE.of(steps)
     graph, params = nnx.split(initial(seed))
 
     def loss(params: nnx.State, batch: dict[str, Array]) -> Float[Array, ""]:
@@ -76,14 +67,12 @@ def train_reader(
         loss,
         params,
         lambda start: batches(seed, start),
-        schedule,
+        SCHEDULE.of(steps),
         output,
         settings={"seed": seed},
-        resume=resume,
         save_every=500,
         loss_unit="nats per caption",
-        mesh=mesh,
-        show_progress=show_progress,
+        **run,
     )
     return nnx.merge(graph, trained)
 

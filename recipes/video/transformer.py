@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from recipes.video.latents import Clips, normalized_picture, tokens
@@ -101,42 +100,25 @@ class Trainee(nnx.Module):
 
 
 def train_transformer(
-    clips: Clips,
-    reader: Reader,
-    output: Path,
-    *,
-    steps: int | None = None,
-    seed: int = 0,
-    resume: bool = False,
-    stop_at: int | None = None,
-    mesh: Mesh | None = None,
-    show_progress: bool = True,
+    clips: Clips, reader: Reader, output: Path, *, steps: int | None = None, seed: int = 0, **run: Any
 ) -> Trainee:
     """Train transformer and encoders, with state, log and plot in `output`.
 
-    Other arguments as in `recipe.train_builtin`.
-
-    Args:
-        clips: training data.
-        reader: text encoder from `train_reader`.
+    `clips`: training data. `reader`: text encoder from `train_reader`. Other arguments as in `vae.train_vae`.
     """
-    schedule = SCHEDULE.of(steps)
     graph, params = initial(reader, seed)
     trained = train(
         lambda params, batch: loss(nnx.merge(graph, params), batch),
         params,
         lambda start: batches(clips, seed, start),
-        schedule,
+        SCHEDULE.of(steps),
         output,
         settings={"seed": seed},
-        resume=resume,
-        stop_at=stop_at,
         save_every=100,
         average=AVERAGE,
         counted="labels",
         loss_unit="squared error of the velocity, and terms",
-        mesh=mesh,
-        show_progress=show_progress,
+        **run,
     )
     return nnx.merge(graph, trained)
 

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, UInt8
 
 from recipes.video.convolution import own_gradient_conv2d, own_gradient_conv3d
@@ -66,19 +65,10 @@ SIZE = 64
 STATISTICS_CLIPS = 64
 
 
-def train_vae(
-    output: Path,
-    *,
-    steps: int | None = None,
-    seed: int = 0,
-    resume: bool = False,
-    stop_at: int | None = None,
-    mesh: Mesh | None = None,
-    show_progress: bool = True,
-) -> WanVae:
+def train_vae(output: Path, *, steps: int | None = None, seed: int = 0, **run: Any) -> WanVae:
     """Train the VAE, with state, log and plot in `output`, and return it in float32 with measured statistics.
 
-    Arguments as in `recipe.train_builtin`.
+    `run`: further options of `verax.train.loop.train`. Other arguments as in `recipe.train_builtin`.
     """
     schedule = SCHEDULE.of(steps)
     graph, params = initial(seed)
@@ -89,34 +79,19 @@ def train_vae(
         schedule,
         output,
         settings={"seed": seed},
-        resume=resume,
-        stop_at=stop_at,
         save_every=100,
         average=AVERAGE,
         counted="pixels",
         loss_unit="L1 and terms",
-        mesh=mesh,
-        show_progress=show_progress,
+        **run,
     )
     return _with_statistics(nnx.merge(graph, trained), seed)
 
 
-def refine_decoder(
-    vae: WanVae,
-    output: Path,
-    *,
-    steps: int | None = None,
-    seed: int = 0,
-    resume: bool = False,
-    mesh: Mesh | None = None,
-    show_progress: bool = True,
-) -> WanVae:
+def refine_decoder(vae: WanVae, output: Path, *, steps: int | None = None, seed: int = 0, **run: Any) -> WanVae:
     """Train the decoder further, with state, log and plot in `output`, and return the model with that decoder.
 
-    Other arguments as in `recipe.train_builtin`.
-
-    Args:
-        vae: VAE from `train_vae`; its encoder is not changed.
+    `vae`: VAE from `train_vae`; its encoder is not changed. Other arguments as in `train_vae`.
     """
     schedule = DECODER_SCHEDULE.of(steps)
     graph, decoder, fixed = nnx.split(vae, lambda path, _: path[0] in ("decoder", "conv2"), ...)
@@ -127,13 +102,11 @@ def refine_decoder(
         schedule,
         output,
         settings={"seed": seed},
-        resume=resume,
         save_every=100,
         average=AVERAGE,
         counted="pixels",
         loss_unit="L1 and terms",
-        mesh=mesh,
-        show_progress=show_progress,
+        **run,
     )
     return nnx.merge(graph, trained, fixed)
 
