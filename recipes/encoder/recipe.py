@@ -1,4 +1,4 @@
-"""Recipe of the built-in encoder: sizes, data, schedule and export.
+"""Recipe of the built-in encoder: tokenizer, sizes, data, schedule and export.
 
 A small encoder learns close vectors for sentences of one meaning by a contrastive loss. Its pairs of phrasings come
 from `paraphrases`, with near misses that differ in one fact. A batch depends on the seed and its step only.
@@ -6,7 +6,7 @@ from `paraphrases`, with near misses that differ in one fact. A batch depends on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
-from recipes.encoder.paraphrases import Split, pairs
-from recipes.encoder.tokenizer import save_tokenizer, train_tokenizer
+from recipes import byte_level_bpe, padded_rows, save_tokenizer
+from recipes.encoder.paraphrases import pairs
 from verax import models, ops
 from verax.checkpoint import save
 from verax.embed.modules import normalized, pool
@@ -27,28 +27,23 @@ from verax.nn import Sentences
 from verax.train.loop import Schedule, train
 from verax.train.loss import rounded_gradient_linear
 
-Batch = dict[str, Int32[np.ndarray, "B ..."]]
+PAD, BEGIN, END = SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]")
+VOCAB_SIZE = 3072
+TRAINING_PAIRS = 20_000
 
 
-def padded(tokenizer: Tokenizer, sentences: Sequence[str], length: int) -> Batch:
-    """Batch of sentences: `tokens [B, length]` and `lengths [B]`. Padding is token 0; longer sentences are cut."""
-    ids = [encoding.ids[:length] for encoding in tokenizer.encode_batch_fast(list(sentences))]
-    tokens = np.zeros((len(ids), length), np.int32)
-    for row, sentence in zip(tokens, ids, strict=True):
-        row[: len(sentence)] = sentence
-    return {"tokens": tokens, "lengths": np.asarray([len(sentence) for sentence in ids], np.int32)}
+def train_tokenizer(seed: int = 0) -> Tokenizer:
+    """Byte-level BPE of at most `VOCAB_SIZE` tokens, from the first training sentences of the seed.
 
-
-def batch(step: int, tokenizer: Tokenizer, *, seed: int, size: int, length: int, split: Split = "train") -> Batch:
-    """Batch of a step: `size` first phrasings, then the second phrasings in the same order."""
-    drawn = [pair for _, pair in islice(pairs(f"{seed}/{step}", split=split), size)]
-    return padded(tokenizer, [*(pair.first for pair in drawn), *(pair.second for pair in drawn)], length)
-
-
-def batches(tokenizer: Tokenizer, *, seed: int, size: int, length: int, start: int = 0) -> Iterator[Batch]:
-    """Endless training batches from step `start` on."""
-    for step in count(start):
-        yield batch(step, tokenizer, seed=seed, size=size, length=length)
+    In lower case, between [CLS] and [SEP] as in BERT; every digit is a separate token.
+    """
+    sentences = (sentence for _, pair in islice(pairs(seed), TRAINING_PAIRS) for sentence in pair)
+    cut = [pre_tokenizers.BertPreTokenizer(), pre_tokenizers.Digits(individual_digits=True)]
+    lower_case = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer = byte_level_bpe(sentences, VOCAB_SIZE, SPECIAL_TOKENS, cut, lower_case)
+    numbered = [(token, tokenizer.token_to_id(token)) for token in (BEGIN, END)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A {END}", special_tokens=numbered)
+    return tokenizer
 
 
 CONTEXT = 128
@@ -93,7 +88,7 @@ def train_builtin(output: Path, *, steps: int | None = None, seed: int = 0, **ru
     trained = train(
         lambda params, batch: pair_loss(nnx.merge(graph, params), batch),
         params,
-        lambda start: batches(tokenizer, seed=seed, size=PAIRS, length=LENGTH, start=start),
+        lambda start: batches(tokenizer, seed, start),
         SCHEDULE.of(steps),
         output,
         settings={"seed": seed},
@@ -102,6 +97,18 @@ def train_builtin(output: Path, *, steps: int | None = None, seed: int = 0, **ru
         **run,
     )
     return export(nnx.merge(graph, trained), tokenizer, output / "model")
+
+
+def batches(tokenizer: Tokenizer, seed: int, start: int) -> Iterator[dict[str, Int32[np.ndarray, "B ..."]]]:
+    """Batches from a step on: `PAIRS` first phrasings, then the second phrasings in the same order.
+
+    Each has `tokens [B, LENGTH]` and `lengths [B]`.
+    """
+    for step in count(start):
+        drawn = [pair for _, pair in islice(pairs(f"{seed}/{step}"), PAIRS)]
+        sentences = [*(pair.first for pair in drawn), *(pair.second for pair in drawn)]
+        tokens, lengths = padded_rows(tokenizer, sentences, LENGTH)
+        yield {"tokens": tokens, "lengths": lengths}
 
 
 def initial(seed: int, vocab_size: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
@@ -136,5 +143,6 @@ def pair_loss(model: nnx.Module, batch: dict[str, Array]) -> Float[Array, ""]:
 def export(model: Any, tokenizer: Tokenizer, folder: Path) -> Path:
     """Save the model in bfloat16, and the tokenizer, as a Hugging Face folder."""
     save(model, folder, config={**CONFIG, "vocab_size": tokenizer.get_vocab_size()}, dtype=jnp.bfloat16)
-    save_tokenizer(tokenizer, folder, max_length=CONTEXT)
+    special = {"cls_token": BEGIN, "sep_token": END, "pad_token": PAD}
+    save_tokenizer(tokenizer, folder, **special, model_max_length=CONTEXT)
     return folder

@@ -7,6 +7,7 @@ sums, facts, JSON records, and chats about them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,36 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 
+from recipes import byte_level_bpe, save_tokenizer
 from recipes.text.batches import batch
-from recipes.text.tokenizer import VOCAB_SIZE, save_tokenizer, train_tokenizer
+from recipes.text.data import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START, documents
 from verax import ops
 from verax.checkpoint import save
+from verax.files import write_json
 from verax.models import CausalLM, causal_lm
 from verax.train.loop import Schedule, train
 from verax.train.loss import rounded_gradient_linear
+
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+VOCAB_SIZE = 1536
+TRAINING_DOCUMENTS = 60_000
+
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Pattern of Qwen2: words with the space before them, single digits, runs of punctuation, line ends."""
+
+
+def train_tokenizer(seed: int = 0) -> Tokenizer:
+    """Byte-level BPE of `VOCAB_SIZE` tokens as in GPT-2 and Qwen, from the first training documents of the seed.
+
+    Every digit is a separate token. Nothing is normalised, so that decoding restores every text exactly.
+    """
+    texts = (document.text for document in islice(documents(seed), TRAINING_DOCUMENTS))
+    return byte_level_bpe(texts, VOCAB_SIZE, SPECIAL_TOKENS, [pre_tokenizers.Split(Regex(_SPLIT), "isolated")])
+
 
 CONTEXT = 1024
 
@@ -144,7 +166,11 @@ def token_batches(tokenizer: Tokenizer, seed: int, start: int) -> Iterator[dict[
 def export(model: nnx.Module, tokenizer: Tokenizer, folder: Path) -> Path:
     """Save the model in bfloat16, and the tokenizer, as a Hugging Face folder."""
     save(model, folder, config=CONFIG, dtype=jnp.bfloat16)
-    save_tokenizer(tokenizer, folder, context=CONTEXT)
+    special = {"bos_token": None, "eos_token": TURN_END, "pad_token": END_OF_TEXT, "unk_token": None}
+    save_tokenizer(tokenizer, folder, **special, model_max_length=CONTEXT, chat_template=CHAT_TEMPLATE)
+    ends = [tokenizer.token_to_id(token) for token in (TURN_END, END_OF_TEXT)]
+    generation = {"do_sample": False, "eos_token_id": ends, "pad_token_id": ends[1]}
+    write_json(folder / "generation_config.json", generation)
     return folder
 
 

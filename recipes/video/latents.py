@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float16, Int32, UInt8
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from recipes import padded_rows
 from recipes.video.shapes import COLOURS, DIRECTIONS, SHAPES, TEMPLATES, Scene, draw, scenes
 from recipes.video.vae import FRAMES, SIZE, colours
 from verax import progress
@@ -38,21 +38,6 @@ def video_tokenizer() -> Tokenizer:
         single=f"$A {END}", special_tokens=[(END, vocabulary[END])]
     )
     return tokenizer
-
-
-def save_tokenizer(folder: Path, *, max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    video_tokenizer().save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END,
-        "pad_token": PAD,
-        "unk_token": UNKNOWN,
-        "model_max_length": max_length,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 TEXT_TOKENS = 24
@@ -134,13 +119,7 @@ def condition_clips(first: UInt8[np.ndarray, "N H W 3"]) -> Float[np.ndarray, "N
 
 def tokens(captions: list[str]) -> tuple[Int32[np.ndarray, "N S"], Int32[np.ndarray, "N"]]:
     """Padded rows of tokens, and the number of each row's tokens that are not padding."""
-    rows = np.zeros((len(captions), TEXT_TOKENS), np.int32)
-    lengths = np.zeros(len(captions), np.int32)
-    for i, encoded in enumerate(video_tokenizer().encode_batch(captions)):
-        ids = encoded.ids[:TEXT_TOKENS]
-        rows[i, : len(ids)] = ids
-        lengths[i] = len(ids)
-    return rows, lengths
+    return padded_rows(video_tokenizer(), captions, TEXT_TOKENS)
 
 
 def labels(scene: Scene) -> Int32[np.ndarray, "words"]:

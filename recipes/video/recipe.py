@@ -6,7 +6,6 @@ from text alone.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,7 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from recipes.video.latents import CLIP_MEAN, CLIP_STD, END, TEXT_TOKENS, clips, save_tokenizer, video_tokenizer
+from recipes import save_tokenizer
+from recipes.video.latents import CLIP_MEAN, CLIP_STD, END, PAD, TEXT_TOKENS, UNKNOWN, clips, video_tokenizer
 from recipes.video.reader import TEXT_ENCODER, train_reader
 from recipes.video.transformer import IMAGE_ENCODER, SHIFT, TRANSFORMER, Trainee, train_transformer
 from recipes.video.vae import FRAMES, SIZE, refine_decoder, train_vae
@@ -25,6 +25,7 @@ from verax.checkpoint.save import save
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import SETTINGS, VideoFolder
 from verax.checkpoint.video.parts import diffusers_transformer, scheduler_settings
+from verax.files import write_json
 from verax.models.wan.vae import WanVae
 from verax.train.loop import STATE
 
@@ -114,10 +115,11 @@ def _write_parts(vae: WanVae, trained: Trainee, folder: Path) -> None:
     )
     for name in ("transformer", "vae"):
         (folder / name / "model.safetensors").rename(folder / name / "diffusion_pytorch_model.safetensors")
-    save_tokenizer(folder / "tokenizer", max_length=TEXT_TOKENS)
+    special = {"eos_token": END, "pad_token": PAD, "unk_token": UNKNOWN}
+    save_tokenizer(video_tokenizer(), folder / "tokenizer", **special, model_max_length=TEXT_TOKENS)
     for path, value in _SETTINGS.items():
         (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / path, value)
 
 
 def _arrays(model: nnx.Module) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def test_it_finds_them_among_near_misses_and_in_patterns_that_it_never_saw(encod
 
 
 def test_the_recipe_resumes_and_exports_what_the_encoder_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.encoder.tokenizer.TRAINING_PAIRS", 200)
+    monkeypatch.setattr("recipes.encoder.recipe.TRAINING_PAIRS", 200)
     monkeypatch.setattr(recipe, "PAIRS", 4)
     monkeypatch.setattr(recipe, "CONFIG", {**recipe.CONFIG, "num_hidden_layers": 1})
     train_builtin(tmp_path, steps=4, stop_at=2, show_progress=False)

@@ -10,8 +10,8 @@ import pytest
 from recipes.text.arithmetic import is_held_out
 from recipes.text.batches import pack
 from recipes.text.data import documents
+from recipes.text.recipe import train_tokenizer
 from recipes.text.stories import story, story_is_held_out
-from recipes.text.tokenizer import train_tokenizer
 
 _COUNT = 20_000
 
@@ -61,7 +61,7 @@ def test_every_arithmetic_statement_is_true(split):
 @pytest.fixture(scope="module")
 def tokenizer():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.text.tokenizer.TRAINING_DOCUMENTS", 1000)
+        patch.setattr("recipes.text.recipe.TRAINING_DOCUMENTS", 1000)
         return train_tokenizer()
 
 

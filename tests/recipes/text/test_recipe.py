@@ -41,7 +41,7 @@ def test_its_answers_end_by_themselves_and_its_json_parses(measured):
 
 def test_the_recipe_learns_resumes_and_exports_what_the_engine_loads(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipes.text.tokenizer.TRAINING_DOCUMENTS", 500)
+        patch.setattr("recipes.text.recipe.TRAINING_DOCUMENTS", 500)
         patch.setattr(recipe, "ROWS", ((4, 64), (2, 128)))
         patch.setattr(recipe, "CONFIG", {**recipe.CONFIG, "num_hidden_layers": 2})
         train_builtin(tmp_path, steps=6, stop_at=3, show_progress=False)
