@@ -7,20 +7,23 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import jax
 import numpy as np
 import tokenizers
+from flax import nnx
 
 from recipes.text.arithmetic import addition_exam, leading_number
-from recipes.text.recipe import held_out_loss
+from recipes.text.recipe import batch, packed_loss
 from recipes.text.records import record, record_request
 from recipes.text.stories import story, story_request
 from verax import checkpoint
 from verax.loading import load_causal_lm
+from verax.models import CausalLM
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
 
 
-def evaluate(folder: Path, *, dtype: str = "bfloat16", samples: int = 100) -> dict[str, float]:
+def evaluate(folder: Path, *, samples: int = 100) -> dict[str, float]:
     """Measure a trained folder with the engine that users run.
 
     Returns:
@@ -30,8 +33,8 @@ def evaluate(folder: Path, *, dtype: str = "bfloat16", samples: int = 100) -> di
         (`stories_end`).
     """
     model = load_causal_lm(checkpoint.Checkpoint.open(folder), dtype="float32")
-    loss = held_out_loss(model, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
-    llm = LLM(folder, dtype=dtype, max_num_seqs=32, max_model_len=512, use_tqdm=False)
+    loss = _held_out_loss(model, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
+    llm = LLM(folder, max_num_seqs=32, max_model_len=512, use_tqdm=False)
     greedy = SamplingParams(temperature=0, max_tokens=120)
     asked = list(addition_exam("held_out", chat=True))
     completed = list(addition_exam("held_out"))
@@ -54,6 +57,14 @@ def evaluate(folder: Path, *, dtype: str = "bfloat16", samples: int = 100) -> di
         "json_exact": _share(o.text == e.answer for o, e in zip(answers, records, strict=True)),
         "stories_end": _share(o.finish_reason == "stop" for o in sampled),
     }
+
+
+def _held_out_loss(model: CausalLM, tokenizer: tokenizers.Tokenizer) -> float:
+    """Loss on unseen documents, in nats per token: held-out sums and stories, and new draws of the rest."""
+    graph, params = nnx.split(model)
+    loss = jax.jit(lambda params, batch: packed_loss(nnx.merge(graph, params), batch))
+    unseen = (batch(i, tokenizer, seed=1, batch_size=32, length=129, split="held_out") for i in range(8))
+    return float(np.mean([loss(params, one) for one in unseen]))
 
 
 def _answers(llm: LLM, questions: list[str], params: SamplingParams) -> list[Any]:

@@ -19,7 +19,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float
 
 from recipes import parse
-from recipes.text.recipe import token_batches
+from recipes.text.recipe import as_read, token_batches
 from verax import builtin, checkpoint, ops
 from verax.checkpoint import save
 from verax.checkpoint.checkpoint import fingerprint
@@ -87,10 +87,7 @@ def head_loss(model: Any, batch: dict[str, Array]) -> Float[Array, ""]:
 
     `batch`: as in `packed_loss`.
     """
-    tokens, segments, positions = (jnp.asarray(batch[name]) for name in ("tokens", "segments", "positions"))
-    is_long = tokens.shape[1] > 256
-    visible = jnp.where(segments > 0, 1, 0) if is_long else segments
-    at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if is_long else positions
+    tokens, visible, at = as_read(batch)
     visible, at, following = visible[:, :-1], at[:, :-1], tokens[:, 1:]
 
     def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:

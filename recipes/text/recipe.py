@@ -6,21 +6,21 @@ sums, facts, JSON records, and chats about them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from recipes import byte_level_bpe, save_tokenizer
-from recipes.text.batches import batch
-from recipes.text.data import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START, documents
+from recipes.text.arithmetic import Split
+from recipes.text.data import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START, Document, documents
 from verax import ops
 from verax.checkpoint import save
 from verax.files import write_json
@@ -45,6 +45,63 @@ def train_tokenizer(seed: int = 0) -> Tokenizer:
     """
     texts = (document.text for document in islice(documents(seed), TRAINING_DOCUMENTS))
     return byte_level_bpe(texts, VOCAB_SIZE, SPECIAL_TOKENS, [pre_tokenizers.Split(Regex(_SPLIT), "isolated")])
+
+
+_ENCODED_AT_ONCE = 64
+"""Documents per call of the tokenizer: enough to hide the call's cost, few enough to waste little per batch."""
+
+
+class Row(NamedTuple):
+    """Packed row of T tokens.
+
+    `segments` number the documents of the row from 1; padding is 0. `positions` count from 0 in each segment. A
+    document that crosses the end of a row continues in the next row as a new segment.
+    """
+
+    tokens: Int32[np.ndarray, "T"]
+    segments: Int32[np.ndarray, "T"]
+    positions: Int32[np.ndarray, "T"]
+
+
+def _row(pieces: list[list[int]], length: int) -> Row:
+    sizes = [len(piece) for piece in pieces]
+    segments = np.repeat(np.arange(1, len(pieces) + 1), sizes)
+    columns = np.concatenate(pieces), segments, np.concatenate([np.arange(size) for size in sizes])
+    return Row(*(np.pad(column.astype(np.int32), (0, length - len(column))) for column in columns))
+
+
+def _encoded(texts: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    stream = iter(texts)
+    while chunk := [document.text for document in islice(stream, _ENCODED_AT_ONCE)]:
+        for encoding in tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
+            yield encoding.ids
+
+
+def pack(texts: Iterable[Document], tokenizer: Tokenizer, length: int) -> Iterator[Row]:
+    """Rows of `length` tokens, cut from the concatenated documents; only the last row may end in padding."""
+    pieces: list[list[int]] = []
+    free = length
+    for ids in _encoded(texts, tokenizer):
+        start = 0
+        while start < len(ids):
+            piece = ids[start : start + free]
+            pieces.append(piece)
+            start += len(piece)
+            free -= len(piece)
+            if free == 0:
+                yield _row(pieces, length)
+                pieces, free = [], length
+    if pieces:
+        yield _row(pieces, length)
+
+
+def batch(
+    step: int, tokenizer: Tokenizer, *, seed: int, batch_size: int, length: int, split: Split = "train"
+) -> dict[str, Int32[np.ndarray, "B T"]]:
+    """Batch of a step: `tokens`, `segments` and `positions`. It does not depend on other steps."""
+    rows = islice(pack(documents(f"{seed}/{step}", split=split), tokenizer, length), batch_size)
+    columns = zip(*rows, strict=True)
+    return {name: np.stack(column) for name, column in zip(Row._fields, columns, strict=True)}
 
 
 CONTEXT = 1024
@@ -131,6 +188,17 @@ def next_token_loss(
     return -jnp.sum(target * counted) / jnp.maximum(jnp.sum(counted), 1.0)
 
 
+def as_read(batch: dict[str, Array]) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"]]:
+    """Tokens, segments whose tokens see each other, and positions of a packed batch, as the model reads them.
+
+    Long rows are read as one text, so that the model meets positions that no document of its own reaches.
+    """
+    tokens, segments, positions = (jnp.asarray(batch[name]) for name in ("tokens", "segments", "positions"))
+    if tokens.shape[1] <= 256:
+        return tokens, segments, positions
+    return tokens, jnp.where(segments > 0, 1, 0), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+
 def packed_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
     """Next-token loss, in nats, of a packed batch: `tokens`, `segments`, `positions` of T + 1 columns.
 
@@ -138,11 +206,7 @@ def packed_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
     """
     graph, params = nnx.split(model)
     model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
-    tokens, segments, positions = (jnp.asarray(batch[name]) for name in ("tokens", "segments", "positions"))
-    # Long rows are read as one text, so that the model meets positions that no document of its own reaches.
-    is_long = tokens.shape[1] > 256
-    visible = jnp.where(segments > 0, 1, 0) if is_long else segments
-    at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if is_long else positions
+    tokens, visible, at = as_read(batch)
 
     def attend(
         layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], **options: Any
@@ -151,7 +215,7 @@ def packed_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
 
     with ops.use_implementations(linear=rounded_gradient_linear):
         logits = model.logits(model(tokens[:, :-1], at[:, :-1], attend))
-    return next_token_loss(logits, tokens, segments)
+    return next_token_loss(logits, tokens, jnp.asarray(batch["segments"]))
 
 
 def token_batches(tokenizer: Tokenizer, seed: int, start: int) -> Iterator[dict[str, np.ndarray]]:
@@ -172,14 +236,3 @@ def export(model: nnx.Module, tokenizer: Tokenizer, folder: Path) -> Path:
     generation = {"do_sample": False, "eos_token_id": ends, "pad_token_id": ends[1]}
     write_json(folder / "generation_config.json", generation)
     return folder
-
-
-def held_out_loss(model: CausalLM, tokenizer: Tokenizer, *, batches: int = 8, seed: int = 1) -> float:
-    """Loss on unseen documents, in nats per token: held-out sums and stories, and new draws of the rest."""
-    graph, params = nnx.split(model)
-    loss = jax.jit(lambda params, batch: packed_loss(nnx.merge(graph, params), batch))
-    values = [
-        loss(params, batch(i, tokenizer, seed=seed, batch_size=32, length=129, split="held_out"))
-        for i in range(batches)
-    ]
-    return float(np.mean(values))

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from recipes.text.arithmetic import is_held_out
-from recipes.text.batches import pack
 from recipes.text.data import documents
-from recipes.text.recipe import train_tokenizer
+from recipes.text.recipe import pack, train_tokenizer
 from recipes.text.stories import story, story_is_held_out
 
 _COUNT = 20_000
