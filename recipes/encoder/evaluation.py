@@ -21,19 +21,19 @@ class Confusion(NamedTuple):
     """Candidate that was nearest."""
 
 
-def evaluate(folder: Path, *, dtype: str = "float32", count: int = 1000, seed: int = 0) -> dict[str, float]:
+def evaluate(folder: Path) -> dict[str, float]:
     """Measure a trained folder on held-out meanings, with the engine that users run.
 
     Returns:
-        Shares of sentences whose paraphrase is the nearest of `count` candidates: `retrieval`;
+        Shares of sentences whose paraphrase is the nearest of 1,000 candidates: `retrieval`;
         `retrieval_unseen_patterns`, with candidates phrased by held-out patterns; `retrieval_near_misses` and
         `retrieval_near_misses_unseen_patterns`, with half of all meanings one fact away from another meaning.
     """
-    encoder = Encoder(folder, dtype=dtype, show_progress=False)
+    encoder = Encoder(folder, show_progress=False)
     shares = {}
     for near, what in ((0.0, "retrieval"), (0.5, "retrieval_near_misses")):
         for unseen, how in ((False, ""), (True, "_unseen_patterns")):
-            shares[what + how] = retrieval(encoder, count=count, seed=seed, near=near, unseen_patterns=unseen)
+            shares[what + how] = retrieval(encoder, count=1000, seed=0, near=near, unseen_patterns=unseen)
     return shares
 
 

@@ -15,6 +15,10 @@ from verax import progress
 SEED = 7
 """Seed of the scenes, whose combinations of words are held out of training."""
 
+CLIPS, DECODED = {"text": 150, "image": 48}, 16
+"""Clips from text alone, clips from a drawn clip's caption and first frame, and drawn clips that the VAE encodes and
+decodes."""
+
 
 def psnr(one: UInt8[np.ndarray, "*B"], other: UInt8[np.ndarray, "*B"]) -> float:
     """Peak signal-to-noise ratio of 8-bit colours, dB."""
@@ -22,17 +26,10 @@ def psnr(one: UInt8[np.ndarray, "*B"], other: UInt8[np.ndarray, "*B"]) -> float:
     return float(10 * np.log10(255.0**2 / max(error, 1e-12)))
 
 
-def evaluate(
-    folder: str | Path, *, text: int = 64, image: int = 16, vae: int = 16, show_progress: bool = True
-) -> dict[str, float]:
+def evaluate(folder: str | Path) -> dict[str, float]:
     """Generate clips with the folder's defaults from held-out prompts, and classify them.
 
-    Args:
-        folder: folder of a video model trained by `recipe`.
-        text: number of clips from text alone.
-        image: number of clips from a drawn clip's caption and first frame.
-        vae: number of drawn clips that the VAE encodes and decodes.
-        show_progress: show a progress bar on a terminal.
+    `folder`: folder of a video model trained by `recipe`.
 
     Returns:
         Share of the clips in which each word of the caption is recognised, and all words together (`text_all`,
@@ -44,9 +41,8 @@ def evaluate(
     found: dict[str, float] = {}
     seconds: list[float] = []
     first: list[float] = []
-    total = text + image
-    with progress.bar("clips", enabled=show_progress) as report:
-        for name, count in (("text", text), ("image", image)):
+    with progress.bar("clips") as report:
+        for name, count in CLIPS.items():
             right: list[dict[str, bool]] = []
             for scene in scenes(SEED, 0, count, split="held_out"):
                 picture = draw([scene], frames=1)[0, 0] if name == "image" else None
@@ -56,20 +52,15 @@ def evaluate(
                 right.append(classify(frames).agrees(scene))
                 if picture is not None:
                     first.append(psnr(frames[0], picture))
-                report(len(seconds), total, "")
-            for word in right[0] if right else ():
-                found[f"{name}_{word}"] = float(np.mean([one[word] for one in right]))
-            if right:
-                found[f"{name}_all"] = float(np.mean([all(one.values()) for one in right]))
-    if first:
-        found["first_frame_psnr"] = float(np.mean(first))
-    if len(seconds) > 1:
-        found["seconds_per_clip"] = float(np.median(seconds[1:]))
-    if vae:
-        drawn = draw(scenes(SEED, 0, vae, split="held_out"))
-        latents = [pipe.stages.encode(clip[None]) for clip in drawn]
-        back = [np.asarray(pipe.stages.finish(pipe.stages.decode_call(z)(z))) for z in latents]
-        found["vae_psnr"] = float(np.mean([psnr(a, b) for a, b in zip(drawn, back, strict=True)]))
+                report(len(seconds), sum(CLIPS.values()), "")
+            found |= {f"{name}_{word}": float(np.mean([one[word] for one in right])) for word in right[0]}
+            found[f"{name}_all"] = float(np.mean([all(one.values()) for one in right]))
+    drawn = draw(scenes(SEED, 0, DECODED, split="held_out"))
+    latents = [pipe.stages.encode(clip[None]) for clip in drawn]
+    back = [np.asarray(pipe.stages.finish(pipe.stages.decode_call(z)(z))) for z in latents]
+    found["first_frame_psnr"] = float(np.mean(first))
+    found["seconds_per_clip"] = float(np.median(seconds[1:]))
+    found["vae_psnr"] = float(np.mean([psnr(a, b) for a, b in zip(drawn, back, strict=True)]))
     return found
 
 
