@@ -14,7 +14,7 @@ from verax.errors import QueueFullError, RequestRefusedError
 from verax.serve.video.jobs import ClipStore, StorageFullError, VideoJobs
 from verax.video.images import read_clip
 from verax.video.outputs import VideoProgress
-from verax.video.preview import Previewer
+from verax.video.pipeline import Previewer
 from verax.video.request import ResolvedRequest
 
 pytest.importorskip("av")

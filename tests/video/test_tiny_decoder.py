@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from verax import VideoPipeline, VideoRequest
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models.wan.tiny_vae import TinyDecoder, TinyDecoderConfig
-from verax.video.preview import fit_colors
+from verax.video.pipeline import fit_colors
 
 CLIP: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=2)
 

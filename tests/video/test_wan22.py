@@ -17,7 +17,7 @@ from verax.models.wan.family import read_settings
 from verax.serve.video.videos import VideoCreate, resolve
 from verax.video import programs
 from verax.video.load import describe_folder
-from verax.video.preview import Previewer
+from verax.video.pipeline import Previewer
 
 STEPS = 8
 OPTIONS: dict[str, Any] = dict(height=32, width=64, num_frames=5, num_inference_steps=STEPS, output_type="latent")
