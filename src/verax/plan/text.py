@@ -3,6 +3,7 @@ encoder (weights, and a batch of sentences)."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -291,10 +292,5 @@ def _scores(config: Any, tokens: int) -> int:
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
     """Largest number from `least` to `most` that fits, 0 if none does. What fits, fits for every smaller number."""
-    if not fits(least):
-        return 0
-    low, high = least, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    count = bisect_left(range(least, most + 1), True, key=lambda number: not fits(number))
+    return least + count - 1 if count else 0
