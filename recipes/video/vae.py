@@ -75,7 +75,7 @@ def train_vae(output: Path, *, steps: int | None = None, seed: int = 0, **run: A
     trained = train(
         lambda params, batch: loss(nnx.merge(graph, params), batch),
         params,
-        lambda start: batches(seed, start, schedule.steps),
+        lambda start: batches(seed, start, schedule.steps, CUTS),
         schedule,
         output,
         settings={"seed": seed},
@@ -139,12 +139,11 @@ def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
     return nnx.split(model)
 
 
-def batches(seed: int, start: int, steps: int, plan: Cuts | None = None) -> Iterator[dict[str, np.ndarray]]:
-    """Endless batches from step `start` of `steps` on, cut according to `plan` (CUTS if None).
+def batches(seed: int, start: int, steps: int, plan: Cuts) -> Iterator[dict[str, np.ndarray]]:
+    """Endless batches from step `start` of `steps` on, cut according to `plan`.
 
     Each has `pixels`, and the `seed` of the noise.
     """
-    plan = CUTS if plan is None else plan
     for step in count(start):
         cuts = next((cuts for end, cuts in plan if step < end * steps), plan[-1][1])
         clips, frames, size = cuts[step % len(cuts)]

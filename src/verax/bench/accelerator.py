@@ -26,8 +26,6 @@ from verax.bench.settings import AcceleratorSettings, ReportsSettings, check_nam
 from verax.errors import InvalidParameterError, VeraxError
 from verax.files import write_json
 
-__all__ = ["PARTS", "REPORTS", "Part", "bench_accelerator", "bench_reports", "find_device"]
-
 SHORTEST, DEVICE_SECONDS, REPORT_SECONDS = 20.0, 120.0, 7200.0
 """Seconds that have to be left for a part to be begun, to find the devices, and of a report's command at most."""
 
