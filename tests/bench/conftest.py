@@ -1,10 +1,10 @@
 """Benchmarks measure the limits of the machine too: with little work here, or none."""
 
-import sys
+from functools import partial
 
 import pytest
 
-from verax import cli
+from tests.cli.conftest import run as run
 
 LIMITS = {"memory_bandwidth_gb_per_s": 50.0, "matmul_float32_gflop_per_s": 400.0, "matmul_bfloat16_gflop_per_s": 900.0}
 
@@ -18,13 +18,6 @@ def known_machine():
 
 
 @pytest.fixture
-def bench(monkeypatch, capsys):
+def bench(run):
     """Function that runs `verax bench` with arguments; exit status, standard output and error."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["verax", "bench", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
+    return partial(run, "bench")

@@ -27,7 +27,7 @@ PICTURE = np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)
 OPTIONS: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=1, image=PICTURE)
 
 
-def test_the_plan_compiles_what_the_run_uses_and_counts_its_memory(pipes):
+def test_the_plan_counts_the_weights_and_the_work_of_each_stage(pipes):
     pipe = pipes("i2v")
     plan = pipe.plan(VideoRequest("a red circle", **OPTIONS))
     assert [one.stage for one in plan] == ["text", "image", "encode", "denoise", "decode"]
@@ -39,16 +39,6 @@ def test_the_plan_compiles_what_the_run_uses_and_counts_its_memory(pipes):
         one.size for one in (pipe.stages.text_encoder, pipe.stages.image_encoder, pipe.stages.vae)
     )
     assert denoise.work > 4 * 16 * 3 * 2 * 4 * 4  # the solver's four arrays
-    stages = pipe.stages
-    programs = (
-        pipe.denoiser.program,
-        *(stages.text_program, stages.image_program, pipe.denoiser.context_program),
-        *(stages.condition_program, stages.decode_program),
-    )
-    counts = [program.count for program in programs]
-    assert counts == [1] * 6
-    pipe("a red circle", **OPTIONS)
-    assert [program.count for program in programs] == counts
 
 
 @pytest.mark.parametrize(("platform", "devices", "free"), [("gpu", None, 900), ("gpu", 2, 500), ("cpu", 2, 300)])

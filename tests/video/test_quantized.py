@@ -19,6 +19,7 @@ from verax.plan.devices import find_device
 from verax.plan.run import plan
 
 CLIP: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=2, output_type="np")
+CPU = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)
 
 
 def pipeline(folder, **options):
@@ -43,9 +44,8 @@ def test_a_quantised_clip_is_near_the_float32_one_in_the_memory_of_its_plan(quan
     for component in pipe.parts.components:
         with component.weights() as weights:
             assert [(one.shape, one.dtype) for one in weights] == [(one.shape, one.dtype) for one in component.shapes]
-    cpu = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)
     size = {name: CLIP[name] for name in ("height", "width", "num_frames")}
-    planned, floats = plan(str(folder), cpu, quantization=quantization, **size), plan(str(folder), cpu, **size)
+    planned, floats = plan(str(folder), CPU, quantization=quantization, **size), plan(str(folder), CPU, **size)
     assert planned["settings"]["quantization"] == quantization
     sizes = {row["part"]: row["nbytes"] for row in planned["weights"]}
     assert sizes == {one.name: one.size for one in pipe.parts.components}
@@ -79,7 +79,6 @@ def test_files_of_8_bits_stay_so_and_lora_makes_floats_of_what_it_changes(folder
         weights[f"{name.removesuffix('weight')}scale_weight"] = scale.reshape(1)
     save_file(weights, path)
     size = {name: CLIP[name] for name in ("height", "width", "num_frames")}
-    cpu = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)
 
     def held(**options):
         """Dtypes of the blocks' matrices that are quantised, and the bytes of the transformer."""
@@ -90,7 +89,7 @@ def test_files_of_8_bits_stay_so_and_lora_makes_floats_of_what_it_changes(folder
 
     count, nbytes = held()
     assert count == len(names)
-    parts = plan(str(tmp_path / "fp8"), cpu, **size)["weights"]
+    parts = plan(str(tmp_path / "fp8"), CPU, **size)["weights"]
     assert nbytes == next(row["nbytes"] for row in parts if row["part"] == "transformer")
     frames = pipeline(tmp_path / "fp8")("a red circle", **CLIP).frames
     assert -10 * np.log10(np.mean((frames - exact) ** 2)) > 35
@@ -126,6 +125,5 @@ def test_gguf_files_and_a_vae_are_a_model(folder, tmp_path):
     ],
 )
 def test_settings_that_do_not_fit_are_refused(options, message, folder):
-    cpu = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)
     with pytest.raises(InvalidParameterError, match=message):
-        plan(str(folder), cpu, height=16, width=32, num_frames=9, **options)
+        plan(str(folder), CPU, height=16, width=32, num_frames=9, **options)

@@ -7,8 +7,7 @@ from functools import partial
 
 import pytest
 
-from tests.bench.serve.conftest import answer, in_a_thread
-from tests.support.fake_server import FakeServer
+from tests.bench.serve.conftest import FakeServer, answer, in_a_thread
 from tests.support.tiny import tiny_checkpoint
 from verax import builtin
 from verax.bench.results import compare_results, markdown, read_results, write
