@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import re
 import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -24,7 +22,6 @@ import tokenizers
 
 from verax import builtin, checkpoint
 from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides
-from verax.bench.processes import CACHES
 from verax.bench.results import rounds, sides_table, slug
 from verax.bench.serve import load as load_test
 from verax.bench.serve.load import Answer, Ask, Client, Load, Request, Run, Server, draw_requests, run_load, started
@@ -71,13 +68,7 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
             return client
 
         async def start(name: str, command: Callable[[int], Sequence[str]]) -> Client:
-            environment = None
-            if settings.starts:
-                caches = stack.enter_context(
-                    tempfile.TemporaryDirectory(prefix="verax-bench-", ignore_cleanup_errors=True)
-                )
-                environment = os.environ | dict.fromkeys(CACHES, caches)
-            servers[name] = await stack.enter_async_context(started(command, environment))
+            servers[name] = await stack.enter_async_context(started(command, empty_caches=settings.starts))
             return await connect(Client(f"{servers[name].url}/v1"))
 
         async def start_engine() -> AsyncLLM:

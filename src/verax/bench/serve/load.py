@@ -7,13 +7,14 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import signal
 import socket
 import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from verax._optional import require_optional
+from verax.bench.processes import CACHES
 from verax.bench.settings import ServeSettings, TrafficSettings
 from verax.bench.worker import peak_bytes
 from verax.errors import InvalidParameterError, VeraxError
@@ -375,14 +377,12 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def started(
-    command: Callable[[int], Sequence[str]], environment: Mapping[str, str] | None = None
-) -> AsyncIterator[Server]:
+async def started(command: Callable[[int], Sequence[str]], *, empty_caches: bool = False) -> AsyncIterator[Server]:
     """Server on a free port of this machine that runs while the block does.
 
     Args:
         command: its command line, given a port. `/health` answers 200 once it is ready.
-        environment: variables of its process; this process's if None.
+        empty_caches: nothing is compiled before, as at a first start.
 
     Raises:
         VeraxError: if it ends by itself or is not ready in time; the message has the end of its output.
@@ -392,8 +392,8 @@ async def started(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words, client, begin = list(command(port)), Client(f"http://127.0.0.1:{port}"), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
-        log = Path(folder) / "log"
+    with tempfile.TemporaryDirectory(prefix="verax-bench-", ignore_cleanup_errors=True) as folder:
+        log, environment = Path(folder) / "log", os.environ | dict.fromkeys(CACHES if empty_caches else (), folder)
         with log.open("wb") as output:
             process = subprocess.Popen(
                 words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
