@@ -5,7 +5,7 @@ Everything here is data. Values are separated by commas, the phrasings of a valu
 
 from __future__ import annotations
 
-from recipes.text.words import BOYS, GIRLS, words
+from recipes.text.words import BOYS, GIRLS, NUMBER_WORDS, words
 
 Value = tuple[str, ...]
 """Phrases of the same meaning."""
@@ -15,10 +15,6 @@ def _values(text: str) -> tuple[Value, ...]:
     return tuple(tuple(way.strip() for way in value.split("/")) for value in text.split(","))
 
 
-_NUMBERS = words(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-)
 _TENS = words("zero ten twenty thirty forty fifty sixty seventy eighty ninety")
 
 
@@ -26,17 +22,17 @@ def _spelled(number: int) -> str:
     """Number below 1,000 in words."""
     if number >= 100:
         rest = number % 100
-        return f"{_NUMBERS[number // 100]} hundred" + (f" and {_spelled(rest)}" if rest else "")
+        return f"{NUMBER_WORDS[number // 100]} hundred" + (f" and {_spelled(rest)}" if rest else "")
     if number < 20:
-        return _NUMBERS[number]
-    return _TENS[number // 10] + (f"-{_NUMBERS[number % 10]}" if number % 10 else "")
+        return NUMBER_WORDS[number]
+    return _TENS[number // 10] + (f"-{NUMBER_WORDS[number % 10]}" if number % 10 else "")
 
 
 def _clock(hour: int) -> Value:
     twelve = hour if hour <= 12 else hour - 12
     half = "am" if hour < 12 else "pm"
     part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
-    return (f"{twelve} {half}", f"{twelve} o'clock {part}", f"{hour}:00", f"{_NUMBERS[twelve]} {part}")
+    return (f"{twelve} {half}", f"{twelve} o'clock {part}", f"{hour}:00", f"{NUMBER_WORDS[twelve]} {part}")
 
 
 POOLS: dict[str, tuple[Value, ...]] = {
@@ -55,7 +51,7 @@ POOLS: dict[str, tuple[Value, ...]] = {
     "month": _values("January,February,March,April,May,June,July,August,September,October,November,December"),
     "year": tuple((str(year),) for year in range(1985, 2025)),
     "hour": tuple(_clock(hour) for hour in range(7, 22)),
-    "few": tuple((str(n), _NUMBERS[n]) for n in range(2, 13)),
+    "few": tuple((str(n), NUMBER_WORDS[n]) for n in range(2, 13)),
     "many": tuple((str(n), _spelled(n)) for n in (*range(13, 30), *range(30, 100, 5), *range(100, 1000, 50))),
     "price": tuple(
         (f"${n}", f"{n} dollars", f"{_spelled(n)} dollars") for n in (*range(2, 30), *range(30, 100, 5), 120, 150, 200)
@@ -239,7 +235,7 @@ POOLS: dict[str, tuple[Value, ...]] = {
     ),
     "direction": _values("north/to the north,south/to the south,east/to the east,west/to the west"),
     "distance": tuple((f"{n} kilometers", f"{n} km", f"{_spelled(n)} kilometers") for n in range(20, 1000, 20)),
-    "rooms": tuple((f"{n} rooms", f"{_NUMBERS[n]} rooms") for n in range(2, 9)),
+    "rooms": tuple((f"{n} rooms", f"{NUMBER_WORDS[n]} rooms") for n in range(2, 9)),
     "rent": tuple((f"${n}", f"{n} dollars") for n in range(400, 3000, 50)),
     "landmark": _values(
         "the station,the park,the university/the college,the harbor/the port,the cathedral,the market,the river,"
