@@ -2,10 +2,9 @@
 
 import pytest
 
-from tests.cli.conftest import few_programs, run
+from tests.cli.conftest import few_programs as few_programs
+from tests.cli.conftest import run as run
 from tests.support.published import gemma_file, minilm_folder
-
-__all__ = ["few_programs", "run"]
 
 SMALL = ("--max-model-len", 128, "--max-tokens", 8, "--temperature", 0)
 

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.cli.conftest import few_programs, run
+from tests.cli.conftest import few_programs as few_programs
+from tests.cli.conftest import run as run
 from tests.real.texts import PAGE
 from tests.support.published import smollm2_file
 from verax import LLM, SamplingParams
-
-__all__ = ["few_programs", "run"]
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

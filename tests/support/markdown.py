@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RUNNABLE", "SHOWN", "Block", "MarkdownError", "blocks", "inline_commands", "is_generated"]
-
 RUNNABLE = ("python", "sh")
 """Languages whose blocks are run, or carry a marker."""
 

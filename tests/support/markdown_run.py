@@ -20,8 +20,6 @@ import typer
 from tests.support.markdown import Block, MarkdownError
 from verax import cli
 
-__all__ = ["check_command", "commands", "run_block"]
-
 ROOT = Path(__file__).parents[2]
 
 COMMAND_LIMIT = 180

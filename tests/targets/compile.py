@@ -38,8 +38,6 @@ from verax.video.denoise import Conditions, predict_velocity
 from verax.video.networks import Denoiser
 from verax.video.programs import floats
 
-__all__ = ["CASES", "Case", "Compiled", "compile_lowered", "compile_model", "compiled", "programs_of"]
-
 READER = 3
 """Version of what is read out of a compiled program: results of other versions are not taken from the cache."""
 

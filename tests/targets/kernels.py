@@ -30,8 +30,6 @@ from verax.ops.delta._scan import Chunk
 from verax.ops.paged import QuantizedPages, is_quantized, page_bytes
 from verax.plan.devices import find_device
 
-__all__ = ["KERNELS", "Kernel", "compiled_kernel"]
-
 HEADS, KV_HEADS, SIZE, PAGE = 16, 8, 128, 16
 """Heads of Qwen3-0.6B, over heads of keys and values; their size; tokens of a page."""
 

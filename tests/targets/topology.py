@@ -30,8 +30,6 @@ from verax._compat import compiler_options
 from verax._optional import require_optional
 from verax.plan.devices import Device
 
-__all__ = ["GPU_SPECS", "KIB", "TPUS", "Compiler", "compiler_of", "topology_mesh"]
-
 jax.config.update("jax_platforms", "cpu")  # the plugins are compilers here; JAX must not look for their devices
 
 KIB = 1 << 10
