@@ -12,9 +12,9 @@ import typer
 from verax.batch.lines import is_parquet, lines_path
 from verax.batch.results import ResultFile
 from verax.cli import options
-from verax.cli.files import AGAIN, check_input, counted, open_results
+from verax.cli.files import AGAIN, check_input, counted, line_bar, open_results
 from verax.cli.options import Flags
-from verax.cli.serve import Model, Models, ModelsFlags
+from verax.cli.serve import Models, ModelsFlags
 from verax.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def batch(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The file that answers are appended to; - for standard output.")
     ],
-    model: Model = None,
+    model: options.ModelArgument = None,
     retry_errors: options.RetryErrors = False,
     max_in_flight: Annotated[
         int | None,
@@ -63,7 +63,6 @@ def batch(
     served = Models(model, *models)
     from verax.batch.requests import LocalServer
     from verax.batch.run import BatchRun
-    from verax.progress import bar
 
     if served.node_rank > 0:
         return served.follow()
@@ -85,11 +84,7 @@ def batch(
         else:
             local = served.loader(checked, **unbounded)()
             server, max_num_seqs = LocalServer(local), local.engine.max_num_seqs
-        with bar("batch", count=False) as report:
-
-            def show(counts: LineCounts) -> None:
-                report(counts.bytes, size, f"{counts.done:,} done, {counts.failed:,} failed")
-
+        with line_bar("batch", size) as show:
             run = BatchRun(
                 server,
                 requests,

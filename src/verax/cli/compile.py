@@ -20,9 +20,7 @@ ENGINE = (
 
 @options.with_flags
 def compile(
-    model: Annotated[
-        str | None, typer.Argument(help="A checkpoint folder, GGUF file or hub id; the built-in model if left out.")
-    ] = None,
+    model: options.ModelArgument = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the programs.")] = Path("programs"),
     device: Annotated[
         str | None,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -95,6 +96,15 @@ def counted(counts: LineCounts, failed_before: int) -> str:
     )
 
 
+@contextlib.contextmanager
+def line_bar(label: str, size: int | None) -> Iterator[Callable[[LineCounts], None]]:
+    """Bar of the lines of a file, and the function that moves it. `size`: bytes of the lines; None if unknown."""
+    from verax.progress import bar
+
+    with bar(label, count=False) as report:
+        yield lambda counts: report(counts.bytes, size, f"{counts.done:,} done, {counts.failed:,} failed")
+
+
 def run_lines(
     label: str,
     file: InputFile,
@@ -110,14 +120,9 @@ def run_lines(
     `file`, `results`, `work`, `least`, `most`: as in `LineRun`. The results are closed.
     """
     from verax.batch.results import LineRun
-    from verax.progress import bar
 
     failed_before = results.num_failed
-    with results.file, bar(label, count=False) as report:
-
-        def show(counts: LineCounts) -> None:
-            report(counts.bytes, file.size, f"{counts.done:,} done, {counts.failed:,} failed")
-
+    with results.file, line_bar(label, file.size) as show:
         run = LineRun(file, results, work, least=least, most=most, report=show)
         try:
             run.run()

@@ -199,6 +199,9 @@ Model = Annotated[
     str | None,
     typer.Option("--model", "-m", help="A checkpoint folder, GGUF file or hub id; the built-in model if left out."),
 ]
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="A checkpoint folder, GGUF file or hub id; the built-in model if left out.")
+]
 Dtype = Annotated[str, Flags(ModelOptions).flag("dtype")]
 
 Lora = Annotated[

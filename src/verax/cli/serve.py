@@ -73,9 +73,6 @@ class RayOptions:
     num_gpus: float = option(0.0, "GPUs of a replica.", low=0.0, panel=_RAY)
 
 
-Model = Annotated[
-    str | None, typer.Argument(help="A checkpoint folder, GGUF file or hub id; the built-in model if left out.")
-]
 ModelsFlags = Annotated[
     list[dict[str, Any]],
     Flags(ModelsOptions),
@@ -95,7 +92,7 @@ ModelsFlags = Annotated[
 
 @options.with_flags
 def serve(
-    model: Model = None,
+    model: options.ModelArgument = None,
     *,
     models: ModelsFlags,
     queue: Annotated[dict[str, Any], Flags(QueueOptions)],
