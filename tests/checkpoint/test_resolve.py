@@ -163,6 +163,7 @@ def test_folders_of_modules_are_fetched_where_a_file_lists_them(calls, tmp_path)
 
 
 def test_of_a_video_model_either_layout_is_asked_for(calls, tmp_path):
+    (tmp_path / "config.json").write_text('{"inject_sample_info": false}')
     assert resolve_video("org/SkyReels-V2-DF-14B-720P") == tmp_path
     wanted = [
         "config.json",
@@ -177,11 +178,17 @@ def test_of_a_video_model_either_layout_is_asked_for(calls, tmp_path):
         "tokenizer/tokenizer.json",
     ]
     unwanted = ["README.md", "assets/1.mp4", "xlm-roberta-large/tokenizer.json", "vae/model.fp16.safetensors", "x.bin"]
-    assert fetched(calls[0], [*wanted, *unwanted]) == wanted
-    (tmp_path / "config.json").write_text('{"inject_sample_info": false}')
+    assert fetched(calls[-1], [*wanted, *unwanted]) == wanted
     # A fetched file lies in a folder whose name says nothing about it.
     opened = VideoFolder("org/SkyReels-V2-DF-14B-720P")
     assert (opened.name, opened.pipeline) == ("SkyReels-V2-DF-14B-720P", "SkyReelsV2DiffusionForcingPipeline")
+
+
+def test_no_weights_are_fetched_of_a_repository_of_single_files(calls):
+    with pytest.raises(CheckpointError, match=r"org/WanVideo_comfy: .* model_index\.json"):
+        resolve_video("org/WanVideo_comfy")
+    files = ["wan2.1_t2v_14B.safetensors", "vae/wan_2.1_vae.safetensors", "LoRAs/config.json"]
+    assert [fetched(call, files) for call in calls] == [["LoRAs/config.json"]]
 
 
 def no_response(kind):

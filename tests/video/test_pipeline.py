@@ -151,7 +151,7 @@ def test_a_hub_id_is_fetched_and_opened(folders, pipes, monkeypatch):
         huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(folders("t2v"))
     )
     pipe = VideoPipeline.from_pretrained("Skywork/SkyReels-V2-T2V-14B-720P", dtype="float32")
-    assert asked == ["Skywork/SkyReels-V2-T2V-14B-720P"]
+    assert asked == ["Skywork/SkyReels-V2-T2V-14B-720P"] * 2  # its settings, then its weights
     with pipe.denoiser.transformer.weights() as ours, pipes("t2v").denoiser.transformer.weights() as theirs:
         for one, other in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(one, other)

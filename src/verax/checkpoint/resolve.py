@@ -62,6 +62,9 @@ _VIDEO_WANTED = ("*.json", "*.safetensors", "*.pth", "*.model")
 _VIDEO_UNWANTED = ("xlm-roberta-large/*", "*.fp16.*", "*.bf16.*")
 """Patterns of files that are not fetched: the tokenizer of CLIP's text encoder, and second copies of weights."""
 
+_VIDEO_SETTINGS = ("model_index.json", "config.json", "high_noise_model/config.json")
+"""Files of which a video model's repository has one, by its layout."""
+
 _VIDEO_POSSIBLE = "expected a folder of SkyReels-V2, Wan2.1 or Wan2.2, or a hub id (organisation/name)"
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -134,8 +137,14 @@ def resolve_video(model: str | Path, *, weights: bool = True) -> Path:
         raise CheckpointError(f"{model}: this is a file; {_VIDEO_POSSIBLE}")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"{model}: no such folder; {_VIDEO_POSSIBLE}")
-    wanted = _VIDEO_WANTED if weights else ("*.json",)
-    return _download(model, None, wanted, _VIDEO_UNWANTED, _VIDEO_POSSIBLE)
+    folder = _download(model, None, ("*.json",), _VIDEO_UNWANTED, _VIDEO_POSSIBLE)
+    if not any((folder / name).is_file() for name in _VIDEO_SETTINGS):
+        # Repositories of single files, for other programs, have terabytes of them.
+        raise CheckpointError(
+            f"{model}: not a video model's repository: it has neither {' nor '.join(_VIDEO_SETTINGS)}; put files of "
+            "one model into a folder, and name that"
+        )
+    return _download(model, None, _VIDEO_WANTED, _VIDEO_UNWANTED, _VIDEO_POSSIBLE) if weights else folder
 
 
 def _only_gguf(folder: Path) -> Path | None:
