@@ -171,6 +171,14 @@ def test_a_photo_with_another_picture_in_its_file_is_one_frame(size, tmp_path):
     assert frames.min() > 250
 
 
+@pytest.mark.parametrize("shades", [[250], [80, 250]])
+def test_the_picture_that_an_animated_png_has_for_other_programs_is_not_a_frame(shades, tmp_path):
+    fallback, *frames = (Image.fromarray(np.full((8, 8, 3), shade, np.uint8)) for shade in (10, *shades))
+    fallback.save(tmp_path / "a.png", save_all=True, append_images=frames, default_image=True, duration=100)
+    read, fps = read_clip(tmp_path / "a.png")
+    assert ([round(frame.mean()) for frame in read], fps) == (shades, 10)
+
+
 @pytest.mark.parametrize("suffix", ["gif", "webp"])
 @pytest.mark.parametrize("shades", [[0, 0, 1, 1, 1, 2], [0, 0, 1, 1], [3] * 9, [0, 1, 2, 3]])
 def test_equal_frames_of_an_animation_are_written_and_read(suffix, shades, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -188,8 +189,14 @@ def even_order(times: Sequence[float | None], rate: float | None) -> tuple[list[
 
 
 def animation_frames(opened: Any) -> Iterable[Any]:
-    """Frames of an open PIL.Image. Of a camera's JPEG with more pictures (depth, the other eye) the photo alone."""
-    return [opened] if opened.format == "MPO" else require_optional("PIL.ImageSequence").Iterator(opened)
+    """Frames of an open PIL.Image. Of a camera's JPEG with more pictures (depth, the other eye) the photo alone.
+
+    Without the picture of an animated .png that only programs show which cannot animate it.
+    """
+    if opened.format == "MPO":
+        return [opened]
+    frames = require_optional("PIL.ImageSequence").Iterator(opened)
+    return islice(frames, int(getattr(opened, "n_frames", 1) > 1 and opened.info.get("default_image", False)), None)
 
 
 def _read_animation(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
