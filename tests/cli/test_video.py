@@ -122,6 +122,8 @@ def test_what_cannot_be_written_for_lack_of_a_package_is_named_before_any_work(
     [
         (("-o", "out.avi"), "--output: "),
         (("-o", "no/such/out.gif"), "--output: there is no folder no/such"),
+        (("-o", "clip", "--resume", "./clip"), "--resume: clip: a folder of frames (--output) holds nothing else"),
+        (("-o", "clip", "--contact-sheet", "clip/sheet.png"), "--contact-sheet: clip/sheet.png: a folder of frames"),
         (("--lora", "missing.safetensors:0.5"), "missing.safetensors: no such file"),
         (("--recipe", "lightx2v", "--steps", "8"), "recipe: lightx2v sets num_inference_steps to 4, and"),
         (("-m", "no/such/folder"), "no/such/folder: no such folder"),

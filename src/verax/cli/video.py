@@ -158,6 +158,9 @@ def video(
     if calibrate is not None:
         files.check_parent(calibrate, "--calibrate")
     if contact_sheet is not None:
+    for name, path in (("--resume", resume), ("--contact-sheet", contact_sheet)):
+        if path is not None and output.resolve() in ((inside := Path(path).resolve()), *inside.parents):
+            raise typer.BadParameter(f"{name}: {path}: a folder of frames (--output) holds nothing else; name another")
         files.check_sheet_path(contact_sheet, name="--contact-sheet")
     pipe = VideoPipeline.from_pretrained(**pipeline)
     clip = VideoRequest(prompt, **request, resume=resume, callback=_previews(output) if preview else None)
