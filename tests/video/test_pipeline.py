@@ -276,8 +276,8 @@ HALF = dict(height=32, width=64, num_inference_steps=4, half_size_steps=2)
         ("vace", {"image": picture()}, "image: a VACE model takes pictures as reference_images, or as frames of video"),
         ("vace", {"last_image": picture()}, "last_image: needs a model for first and last frame"),
         ("vace", {"mask": controls()}, "mask: needs the video whose parts it shows"),
-        ("vace", {"video": controls(), "mask": controls(4)}, "mask: has 4 frames of 20 x 40, and video 10 of 20 x 40"),
-        ("vace", {"video": controls(), "mask": controls(1)[:, :9]}, "mask: has 1 frames of 9 x 40, and video 10 of"),
+        ("vace", {"video": controls(), "mask": controls(4)}, "mask: has 4 frames of 20 x 40, and video 9 of 20 x 40"),
+        ("vace", {"video": controls(), "mask": controls(1)[:, :9]}, "mask: has 1 frames of 9 x 40, and video 9 of"),
         ("vace", {"video": controls(5), "num_frames": 9}, "video: has 5 frames, fewer than num_frames, 9"),
         ("vace", {"reference_images": [picture()] * 4}, "reference_images: expected at most 3, the latent frames of 9"),
         ("vace", {"reference_images": ["no such.png"]}, "reference_images: there is no file no such.png"),
@@ -349,6 +349,8 @@ def test_a_control_clip_gives_its_first_frames_and_one_mask_is_for_all_of_them(p
     nothing = pipe("a red circle", video=clip, mask=mask, conditioning_scale=[0, 0], **options)
     np.testing.assert_array_equal(without.frames, nothing.frames)
     assert np.abs(made.frames - nothing.frames).max() > 0.01
+    read = pipe.resolve(VideoRequest("a red circle", video=controls(30), mask=controls(20), num_frames=5))
+    assert len(read.video) == len(read.mask) == 5
 
 
 @pytest.mark.parametrize(

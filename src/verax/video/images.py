@@ -98,7 +98,9 @@ def _rgb(image: Any, name: str) -> UInt8[np.ndarray, "H W 3"]:
     return np.repeat((255 - grey if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else grey)[..., None], 3, axis=-1)
 
 
-def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H W 3"], float | None]:
+def read_clip(
+    clip: Any, *, name: str = "video", limit: int | None = None
+) -> tuple[UInt8[np.ndarray, "T H W 3"], float | None]:
     """Read a clip: frames, and frames per second (None if unknown).
 
     Frames of a video are turned as its file says. Frames of an animation are repeated for as long as they are shown.
@@ -108,6 +110,7 @@ def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H
             the order of their names and of the numbers in them; or a list of images, or an array `[T, H, W, 3]`, uint8
             or floats in 0..1.
         name: name of the argument in errors.
+        limit: number of frames to read, the first ones; all if None.
 
     Raises:
         InvalidParameterError: if the file does not exist or is not a clip, if it has no frames, or they differ in size.
@@ -120,12 +123,12 @@ def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H
         if not path.is_dir():
             read = _read_animation if path.suffix.lower() in (*_ANIMATIONS, *_FRAMES) else _read_video
             try:
-                frames, fps = read(path, name)
+                frames, fps = read(path, name, limit)
             except VeraxError:
                 raise
             except Exception as error:  # decoders of a dozen formats raise a dozen kinds
                 raise InvalidParameterError(f"{name}: {path} cannot be read as a clip: {error}") from error
-            return _stack(frames, name), fps
+            return _stack(frames[:limit], name), fps
         files = [file for file in path.iterdir() if file.suffix.lower() in _FRAMES and not file.name.startswith(".")]
         if not files:
             raise InvalidParameterError(
@@ -133,8 +136,9 @@ def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H
             )
         clip = sorted(files, key=_natural_order)
     if isinstance(clip, Sequence):
+        clip = clip[:limit]
         return _stack([read_image(frame, name=f"{name}: frame {i}") for i, frame in enumerate(clip)], name), None
-    return _pixels(as_array(clip, name), name, "[frames, height, width, 3]"), None
+    return _pixels(as_array(clip, name)[:limit], name, "[frames, height, width, 3]"), None
 
 
 def _natural_order(file: Path) -> tuple[list[str | int], str]:
@@ -160,12 +164,12 @@ def frame_pixels(frame: Any, stream: Any) -> UInt8[np.ndarray, "H W 3"]:
     return np.ascontiguousarray(pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])
 
 
-def _read_video(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
+def _read_video(path: Path, name: str, limit: int | None) -> tuple[list[np.ndarray], float | None]:
     with require_optional("av").open(str(path.absolute())) as container:  # FFmpeg takes `take:` for a protocol
         stream = container.streams.best("video")  # not a cover picture, which may be the first
         if stream is None:
             raise InvalidParameterError(f"{name}: {path} has no images in it")
-        shown = [(frame_pixels(frame, stream), frame.time) for frame in container.decode(stream)]
+        shown = [(frame_pixels(frame, stream), frame.time) for frame in islice(container.decode(stream), limit)]
         rate = float(stream.average_rate) if stream.average_rate else None
     order, fps = even_order([time for _, time in shown], rate)
     return [shown[i][0] for i in order], fps
@@ -199,7 +203,7 @@ def animation_frames(opened: Any) -> Iterable[Any]:
     return islice(frames, int(getattr(opened, "n_frames", 1) > 1 and opened.info.get("default_image", False)), None)
 
 
-def _read_animation(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
+def _read_animation(path: Path, name: str, _: int | None) -> tuple[list[np.ndarray], float | None]:
     frames, durations = [], []
     with require_optional("PIL.Image").open(path) as opened:
         count, (width, height) = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1), opened.size

@@ -185,7 +185,7 @@ def resolve_request(request: VideoRequest, model: VideoModel, *, follow_picture:
             if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
                 raise InvalidParameterError(f"{name}: expected an array of floats, got {array.dtype}")
     if request.video is not None:
-        values["video"], rate = images.read_clip(request.video)
+        values["video"], rate = images.read_clip(request.video, limit=_control_frames(values["num_frames"], model))
         values["fps"] = _own_rate(rate, values["fps"])
     values |= _read_control(request, model, values["video"])
     if request.resume is not None:
@@ -276,7 +276,8 @@ def _read_control(request: VideoRequest, model: VideoModel, video: np.ndarray | 
         return {"reference_images": ()}
     if pictures is None or isinstance(pictures, str) or not isinstance(pictures, Sequence):
         pictures = () if pictures is None else (pictures,)
-    mask = None if request.mask is None else images.read_clip(request.mask, name="mask")[0]
+    limit = _control_frames(request.num_frames, model)
+    mask = None if request.mask is None else images.read_clip(request.mask, name="mask", limit=limit)[0]
     if mask is not None and video is None:
         raise InvalidParameterError("mask: needs the video whose parts it shows")
     if mask is not None and video is not None:
@@ -303,6 +304,11 @@ def _read_scales(scale: Any, layers: int) -> tuple[float, ...]:
             f"conditioning_scale: expected a number, or one for each of the {layers} control layers, got {scale!r}"
         )
     return tuple(np.broadcast_to(scales.reshape(-1), layers).tolist())
+
+
+def _control_frames(num_frames: int | None, model: VideoModel) -> int | None:
+    """Number of frames that are used of a control clip, which may be an hour long; None if all are."""
+    return max(1, num_frames or model.settings.num_frames) if model.conditioning.control_layers else None
 
 
 def _default_frames(video: np.ndarray | None, model: VideoModel) -> int:
