@@ -188,6 +188,29 @@ def test_equal_frames_of_an_animation_are_written_and_read(suffix, shades, tmp_p
     assert fps == 24
 
 
+@pytest.mark.parametrize(
+    ("suffix", "fps", "warns"), [("gif", 50, 0), ("gif", 60, 1), ("webp", 90, 0), ("webp", 100, 1)]
+)
+def test_a_warning_says_where_browsers_show_an_animation_slower(suffix, fps, warns, caplog, tmp_path):
+    write_clip(np.arange(7 * 192, dtype=np.uint8).reshape(7, 8, 8, 3), tmp_path / f"a.{suffix}", fps=fps)
+    assert len(caplog.records) == warns
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.webp"])
+def test_frames_that_a_format_cannot_hold_are_refused_by_name(name, tmp_path):
+    with pytest.raises(InvalidParameterError, match=r"at most 1638[34] pixels"):
+        write_clip(np.zeros((1, 2, 16386, 3), np.uint8), tmp_path / name, fps=8)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4", ""])
+def test_a_limit_reads_the_first_frames_of_a_clip(suffix, tmp_path):
+    frames = np.repeat(np.arange(0, 240, 20, dtype=np.uint8), 16 * 16 * 3).reshape(12, 16, 16, 3)
+    path = write_clip(frames, tmp_path / f"a{suffix}", fps=8)
+    assert [round(frame.mean(), -1) for frame in read_clip(path, limit=5)[0]] == [0, 20, 40, 60, 80]
+    assert len(read_clip(list(frames), limit=3)[0]) == len(read_clip(frames, limit=3)[0]) == 3
+
+
 @pytest.mark.parametrize("suffix", ["gif", "webp", "png", "apng", "avif"])
 def test_frames_of_an_animation_last_as_long_as_they_are_shown(suffix, tmp_path):
     first, *rest = (Image.fromarray(np.full((8, 8, 3), shade, np.uint8)) for shade in (10, 90, 170, 250))

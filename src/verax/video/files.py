@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import struct
@@ -18,11 +19,19 @@ from verax.errors import InvalidParameterError
 from verax.files import atomic_path
 from verax.video.images import RATE
 
+_log = logging.getLogger("verax.video")
+
 CRF = 18
 """x264's constant rate factor: 0 is lossless, 51 the worst; 18 is visually lossless."""
 
 SUFFIXES = (".mp4", ".gif", ".webp", "")
 """Suffixes of clips; no suffix is a folder of .png."""
+
+_MOST_SIDE = {".mp4": 16384, ".webp": 16383, ".gif": 65535}
+"""Pixels in height and in width that a format takes."""
+
+_SHOWN_LONGER = 10
+"""Milliseconds up to which browsers show a frame of an animation for 100."""
 
 _FRAME = re.compile(r"frame_\d{5,}\.png")
 _BT709 = 1
@@ -90,6 +99,11 @@ def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: f
             f"frames: expected uint8 [frames, height, width, 3], got {frames.dtype} {list(frames.shape)}"
         )
     suffix = path.suffix.lower()
+    if suffix and max(frames.shape[1:3]) > (most := _MOST_SIDE[suffix]):
+        raise InvalidParameterError(
+            f"frames: {suffix} takes at most {most} pixels in height and width, got {frames.shape[1]} x "
+            f"{frames.shape[2]}; a folder takes any"
+        )
     if suffix == ".mp4":
         if not 0 <= crf <= 51:
             raise InvalidParameterError(f"crf: expected 0 (lossless) to 51, got {crf}")
@@ -181,6 +195,12 @@ def _write_animation(frames: np.ndarray, path: Path, fps: float) -> None:
     # Files count time in steps of 10 ms (GIF) and 1 ms: frames last one step more or less, so that the whole is right.
     step = 10 if path.suffix.lower() == ".gif" else 1
     ends = np.round(np.arange(len(frames) + 1) * 1000 / fps / step).astype(int) * step
+    if np.diff(ends).min() <= _SHOWN_LONGER:
+        _log.warning(
+            "fps: browsers show frames of %d ms or less for 100 ms; a .gif of at most 50 frames a second has none, nor "
+            "has a .webp of at most 90",
+            _SHOWN_LONGER,
+        )
     first, *rest = (require_optional("PIL.Image").fromarray(frame) for frame in frames)
     text = RATE.format(frames=len(frames), fps=fps).encode()
     comment = {"comment": text} if path.suffix.lower() == ".gif" else {"xmp": text}
