@@ -497,6 +497,14 @@ def test_alpha_alone_in_the_header_or_in_pefts_folder_counts(place, base, tmp_pa
         with_file(base, tensors, path, metadata={"alpha": "twelve"})
 
 
+def test_a_folder_of_diffusers_stands_for_its_file(base, tmp_path):
+    path, (A, B) = tmp_path / "pytorch_lora_weights.safetensors", (draw(RANK, 6, seed=1), draw(6, RANK, seed=2))
+    prefix = "transformer.blocks.0.attn1.to_q"
+    save_file({f"{prefix}.lora_A.weight": A, f"{prefix}.lora_B.weight": B}, path)
+    assert_sum(with_lora(base, {tmp_path: 1.0}), base, Q_WEIGHT, B @ A)
+    assert lora_fingerprint(tmp_path) == lora_fingerprint(path)
+
+
 def test_files_add_up_and_are_rounded_once_when_loaded(base, tmp_path):
     files = {}
     total = base.read(FFN).astype(np.float32)

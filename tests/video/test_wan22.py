@@ -104,6 +104,7 @@ def test_each_transformer_has_files_and_factors_of_its_own_or_both_have_the_same
         ("t2v-a14b", {"lora_2": {"a.safetensors": "much"}}, "lora_2: expected a number as the factor of a.safetensors"),
         ("t2v-a14b", {"lora_2": "a.safetensors:nan"}, "lora_2: expected a number as the factor of a.safetensors"),
     ],
+        ("ti2v", {"lora": ""}, "lora: expected the path of a LoRA file"),
 )
 def test_lora_arguments_that_make_no_sense_are_refused(kind, arguments, message, folders):
     with pytest.raises(InvalidParameterError, match=message):

@@ -47,6 +47,8 @@ _log = logging.getLogger("verax.checkpoint")
 
 CONFIG = "adapter_config.json"
 SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+_DIFFUSERS = "pytorch_lora_weights.safetensors"
+"""Name of the file that diffusers' `save_lora_weights` writes into a folder."""
 
 MAX_RANK = 1 << 14
 """Largest rank of a file: full rank in the widest published models."""
@@ -565,7 +567,8 @@ def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint
     from Wan2.1's image to video have them, LightX2V's for Wan2.2's among these (ModelTC/LightX2V#1246).
 
     `checkpoint`: checkpoint of a transformer by the original's names, from `VideoFolder.checkpoint`. `files`: LoRA
-    files (safetensors) or PEFT's folders, each with a factor on its changes; the changes of all files are added.
+    files (safetensors), or folders of PEFT or diffusers, each with a factor on its changes. The changes of all files
+    are added.
 
     Raises:
         CheckpointError: if a key of a file has no weight, with the nearest names, or another shape.
@@ -604,8 +607,10 @@ def lora_fingerprint(path: Path) -> str:
 
 
 def _file_of(path: Path) -> Path:
-    """File of the matrices: a path itself, or in PEFT's folder."""
-    return path / SAFETENSORS if path.is_dir() else path
+    """File of the matrices: a path itself, or in a folder of PEFT or of diffusers."""
+    if not path.is_dir():
+        return path
+    return path / (_DIFFUSERS if (path / _DIFFUSERS).is_file() else SAFETENSORS)
 
 
 def _read_changes(

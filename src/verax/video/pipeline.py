@@ -372,6 +372,8 @@ def _factors(name: str, lora: Lora) -> dict[Path, float]:
     return factors
 
 
+        if path == Path():  # an empty name, such as of a variable of a shell that is not set
+            raise InvalidParameterError(f"{name}: expected the path of a LoRA file, got an empty text")
 def _with_factor(file: str | Path) -> tuple[Path, float]:
     """Path and factor of FILE or FILE:FACTOR."""
     path, colon, factor = str(file).rpartition(":")
