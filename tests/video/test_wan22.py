@@ -77,20 +77,23 @@ def query_weights(pipe):
 def test_each_transformer_has_files_and_factors_of_its_own_or_both_have_the_same(folders, pipes, tmp_path):
     rng = np.random.default_rng(0)
     changes, files = [], []
-    for number in range(2):
+    for name in ("0", "1", "Style_HighNoise", "style_low_noise_lora"):
         up, down = (rng.normal(size=shape).astype(np.float32) for shape in ((24, 2), (2, 24)))
-        files.append(tmp_path / f"{number}.safetensors")
+        files.append(tmp_path / f"{name}.safetensors")
         save_file({"lora_unet_blocks_0_self_attn_q.lora_up.weight": up}
                   | {"lora_unet_blocks_0_self_attn_q.lora_down.weight": down}, files[-1])  # fmt: skip
         changes.append(up.astype(np.float64) @ down)
     before = list(query_weights(pipes("t2v-a14b")))
-    first, second = changes
-    for arguments, expected in (
+    first, second, high, low = changes
+    cases: tuple[tuple[dict[str, Any], Any], ...] = (
         ({"lora": f"{files[0]}:0.5"}, (0.5 * first, 0.5 * first)),
         ({"lora": {files[0]: 0.5}, "lora_2": [f"{files[0]}:-1", files[1]]}, (0.5 * first, second - first)),
         ({"lora_2": files[1]}, (0 * first, second)),
         ({"lora": [f"{files[0]}:2", f"{files[1]}:3"], "lora_2": ()}, (2 * first + 3 * second, 0 * first)),
-    ):
+        ({"lora": files[1:]}, (second + high, second + low)),
+        ({"lora": files[3], "lora_2": files[2]}, (low, high)),
+    )
+    for arguments, expected in cases:
         pipe = VideoPipeline(folders("t2v-a14b"), dtype="float32", show_progress=False, **arguments)
         for after, plain, change in zip(query_weights(pipe), before, expected, strict=True):
             np.testing.assert_allclose(after - plain, change, atol=2e-5)
@@ -101,10 +104,10 @@ def test_each_transformer_has_files_and_factors_of_its_own_or_both_have_the_same
     [
         ("ti2v", {"lora_2": "a.safetensors"}, "lora_2: this model has one transformer"),
         ("t2v-a14b", {"lora": ["a.safetensors:1", "a.safetensors:2"]}, "lora: expected each file once"),
+        ("ti2v", {"lora": ""}, "lora: expected the path of a LoRA file"),
         ("t2v-a14b", {"lora_2": {"a.safetensors": "much"}}, "lora_2: expected a number as the factor of a.safetensors"),
         ("t2v-a14b", {"lora_2": "a.safetensors:nan"}, "lora_2: expected a number as the factor of a.safetensors"),
     ],
-        ("ti2v", {"lora": ""}, "lora: expected the path of a LoRA file"),
 )
 def test_lora_arguments_that_make_no_sense_are_refused(kind, arguments, message, folders):
     with pytest.raises(InvalidParameterError, match=message):

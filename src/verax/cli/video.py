@@ -43,7 +43,10 @@ class PipelineOptions:
     kind: str | None = option(None, "t2v, i2v, flf2v, ti2v, df or vace.", shown="the folder's")
     lora: tuple[str, ...] = option((), "LoRA: FILE or FILE:FACTOR; can be repeated.", shown="")
     lora_2: tuple[str, ...] = option(
-        (), "LoRA of the second of two transformers (Wan2.2's A14B); the first one's files if left out.", shown=""
+        (),
+        "LoRA of the second of two transformers (Wan2.2's A14B). If left out, --lora is for both, or for the one that "
+        "a file's name says (high_noise, low_noise).",
+        shown="",
     )
     vae: str | None = option(
         None,
@@ -155,12 +158,12 @@ def video(
     output = output or Path("video.mp4")
     checked(list(prompt))
     files.check_path(output, fps=clip_options.fps, name="--output")
-    if calibrate is not None:
-        files.check_parent(calibrate, "--calibrate")
-    if contact_sheet is not None:
     for name, path in (("--resume", resume), ("--contact-sheet", contact_sheet)):
         if path is not None and output.resolve() in ((inside := Path(path).resolve()), *inside.parents):
             raise typer.BadParameter(f"{name}: {path}: a folder of frames (--output) holds nothing else; name another")
+    if calibrate is not None:
+        files.check_parent(calibrate, "--calibrate")
+    if contact_sheet is not None:
         files.check_sheet_path(contact_sheet, name="--contact-sheet")
     pipe = VideoPipeline.from_pretrained(**pipeline)
     clip = VideoRequest(prompt, **request, resume=resume, callback=_previews(output) if preview else None)

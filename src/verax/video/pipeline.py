@@ -19,6 +19,7 @@ from verax._compat import enable_compilation_cache
 from verax.checkpoint.checkpoint import fingerprint
 from verax.checkpoint.lora import lora_fingerprint
 from verax.checkpoint.video.folder import VideoFolder
+from verax.checkpoint.video.parts import noise_of
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.models.images import resize
 from verax.options import is_real
@@ -91,7 +92,8 @@ class VideoPipeline:
                 differ in nothing but their folders' names.
             lora: a LoRA file (safetensors, by the names of any of the usual programs), several, or files with a factor
                 for each. They change the transformer's weights as these are read.
-            lora_2: files for the second of two transformers, where noise is low; the files of `lora` if None.
+            lora_2: files for the second of two transformers, where noise is low. If None, the files of `lora` are for
+                both, but for those whose name says `high_noise` or `low_noise`, which are for the one that it says.
             vae: `"tiny=FILE"` to decode by TAEHV's tiny decoder, a safetensors or .pth file in its published layout;
                 `"tiny"` for `taew2_1` or `taew2_2` in the checkpoint's folder. Clips are less sharp. The checkpoint's
                 VAE still encodes images.
@@ -142,6 +144,12 @@ class VideoPipeline:
             raise InvalidParameterError("lora_2: this model has one transformer; give lora alone")
         factors = _factors("lora", lora)
         factors_2 = factors if lora_2 is None else _factors("lora_2", lora_2)
+        if lora_2 is None and len(family.transformers) > 1:
+            # Trainers write a file for each of the two, whose name says which.
+            factors, factors_2 = (
+                {path: factor for path, factor in factors.items() if noise_of(path.name) != other}
+                for other in ("low", "high")
+            )
         if offload and ops.target().platform == "cpu":
             _log.warning("offload: a CPU has one memory; nothing is moved")
             offload = False
@@ -364,6 +372,8 @@ def _factors(name: str, lora: Lora) -> dict[Path, float]:
         several = () if lora is None else (lora,) if isinstance(lora, str | Path) else lora
         files = [_with_factor(file) for file in several]
     for path, factor in files:
+        if path == Path():  # an empty name, such as of a variable of a shell that is not set
+            raise InvalidParameterError(f"{name}: expected the path of a LoRA file, got an empty text")
         if not is_real(factor):
             raise InvalidParameterError(f"{name}: expected a number as the factor of {path}, got {factor!r}")
     factors = {path: float(factor) for path, factor in files}
@@ -372,8 +382,6 @@ def _factors(name: str, lora: Lora) -> dict[Path, float]:
     return factors
 
 
-        if path == Path():  # an empty name, such as of a variable of a shell that is not set
-            raise InvalidParameterError(f"{name}: expected the path of a LoRA file, got an empty text")
 def _with_factor(file: str | Path) -> tuple[Path, float]:
     """Path and factor of FILE or FILE:FACTOR."""
     path, colon, factor = str(file).rpartition(":")

@@ -37,6 +37,7 @@ from verax.checkpoint.video.parts import (
     Form,
     Part,
     boundary_of,
+    noise_of,
     part_of,
     pipeline_name,
     recommended_shift,
@@ -54,8 +55,6 @@ SETTINGS = "verax.json"
 """Name of verax's own settings file: defaults of a model that is not of the published sizes."""
 _TINY_DECODER = re.compile(r"(light)?taew\d_\d\.safetensors")
 """Names of TAEHV's and LightX2V's files, which may be next to a transformer of any name."""
-_ONE_OF_TWO = re.compile(r"(?i)^(?!.*lora).*(high|low)[-_.]?noise")
-"""Names of files with one of the two transformers of Wan 2.2."""
 _COMFY = "model.diffusion_model."
 _PREFIXES = re.compile(r"^((model|diffusion_model|pipe|dit)\.)+")
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
@@ -95,7 +94,7 @@ class VideoFolder:
                 )
 
             for path in () if self._has_experts else self.path.iterdir():
-                if path.is_file() and _ONE_OF_TWO.match(path.name):
+                if path.is_file() and noise_of(path.name) and "lora" not in path.name.lower():
                     high, low = EXPERTS.values()
                     raise CheckpointError(
                         f"{path}: it is one of two transformers by its name; put the one for high noise into {high}/ "

@@ -343,6 +343,15 @@ _SECOND = re.compile(r"(?i)wan[_-]?2[._]2")
 EXPERTS: Mapping[str, str] = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
 """Folders of the two transformers of Wan 2.2 in the original layout."""
 
+_NOISE = re.compile(r"(?i)(high|low)[-_.]?noise")
+
+
+def noise_of(name: str) -> str | None:
+    """Noise of the one of Wan 2.2's two transformers that a file is for: `high` or `low`, or None, by its name."""
+    said = {match.lower() for match in _NOISE.findall(name)}
+    return said.pop() if len(said) == 1 else None
+
+
 _BOUNDARIES = {"t2v": 0.875, "i2v": 0.9}
 """Share of the noise levels from which the published originals use the first of their two transformers."""
 
