@@ -1,4 +1,4 @@
-"""UniPC, its noise levels and the diffusion-forcing schedule against diffusers; the pipelines compare others."""
+"""UniPC, DPM-Solver++, noise levels and the forcing schedule against diffusers; the pipelines compare others."""
 
 import jax
 import numpy as np
@@ -51,7 +51,7 @@ def test_noise_levels_and_timesteps_are_the_references(spacing, steps, shift):
 def test_noise_levels_of_other_solvers_are_those_of_diffusers(kind, steps, shift):
     theirs = getattr(diffusers, kind)(shift=shift)
     theirs.set_timesteps(steps)
-    ours = noise_levels(steps, shift, DIFFUSERS.other_sigmas, solver="euler")
+    ours = noise_levels(steps, shift, DIFFUSERS.other_sigmas["euler"], solver="euler")
     np.testing.assert_allclose(ours.sigmas, theirs.sigmas.numpy(), atol=1e-6)
     np.testing.assert_allclose(ours.timesteps, theirs.timesteps.numpy(), atol=1e-3)
 
@@ -71,6 +71,25 @@ def test_every_step_matches_diffusers(spacing, steps, shift):
         state = advance(table, np.int32(i), state, seen)
         expected = theirs.step(torch.from_numpy(seen), timestep, expected, return_dict=False)[0]
         np.testing.assert_allclose(state.sample, expected.numpy(), atol=1e-5, err_msg=f"step {i}")
+
+
+@pytest.mark.parametrize(("steps", "shift"), SCHEDULES)
+def test_every_step_of_dpm_matches_diffusers(steps, shift):
+    theirs = diffusers.DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+    )
+    theirs.set_timesteps(steps)
+    levels = noise_levels(steps, shift, DIFFUSERS.other_sigmas["dpm++"], solver="dpm++")
+    np.testing.assert_array_equal(levels.timesteps, theirs.timesteps.numpy())
+    np.testing.assert_allclose(levels.sigmas, theirs.sigmas.numpy(), atol=1e-6)
+    table, advance = solvers.SOLVERS["dpm++"](levels.sigmas), jax.jit(solvers.step)
+    noise = np.random.default_rng(steps).normal(size=SHAPE).astype(np.float32)
+    state, expected = solvers.start(jax.numpy.asarray(noise)), torch.from_numpy(noise)
+    for i, timestep in enumerate(theirs.timesteps):
+        seen = velocity(expected.numpy(), float(timestep)).astype(np.float32)
+        state = advance(table, np.int32(i), state, seen)
+        expected = theirs.step(torch.from_numpy(seen), timestep, expected, return_dict=False)[0]
+        np.testing.assert_allclose(state.sample, expected.numpy(), atol=2e-5, err_msg=f"step {i}")
 
 
 def diffusers_matrix(frames, timesteps, ar_step, prefix, block):

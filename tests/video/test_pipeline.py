@@ -329,7 +329,7 @@ HALF = dict(height=32, width=64, num_inference_steps=4, half_size_steps=2)
         ),
         *(("t2v", {"shift": shift}, "shift: expected noise levels that differ") for shift in (1e9, 1e300, 1e-60)),
         ("df", {"sigmas": [1, 0.99999999, 0.5], "solver": "euler"}, "sigmas: expected noise levels that differ"),
-        ("t2v", {"solver": "heun"}, "solver: expected one of unipc, euler, lcm"),
+        ("t2v", {"solver": "heun"}, r"solver: expected one of unipc, dpm\+\+, euler, lcm"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(pipes, kind, options, message):

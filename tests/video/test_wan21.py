@@ -107,6 +107,7 @@ def test_the_files_of_a_checkpoint_are_preferred_to_the_command(tmp_path):
         ({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0, "flow_shift": 5.0}, "euler", 3),
         ({"_class_name": "UniPCMultistepScheduler", "shift": 7.0, "flow_shift": 2.0}, "unipc", 2),
         ({"_class_name": "FlowUniPCMultistepScheduler", "shift": 7.0, "flow_shift": 2.0}, "unipc", 7),
+        ({"_class_name": "DPMSolverMultistepScheduler", "flow_shift": 3.0, "solver_type": "midpoint"}, "dpm++", 3),
     ],
 )
 def test_the_folders_scheduler_says_the_solver_and_the_shift(scheduler, solver, shift, tmp_path):
@@ -117,7 +118,8 @@ def test_the_folders_scheduler_says_the_solver_and_the_shift(scheduler, solver, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("_class_name", "DPMSolverMultistepScheduler"),
+        ("_class_name", "DPMSolverSDEScheduler"),
+        ("solver_type", "heun"),
         ("solver_order", 3),
         ("use_karras_sigmas", True),
         ("use_dynamic_shifting", True),
@@ -130,6 +132,13 @@ def test_the_folders_scheduler_says_the_solver_and_the_shift(scheduler, solver, 
 def test_settings_of_a_scheduler_that_are_not_implemented_are_refused(name, value, tmp_path):
     folder = diffusers_folder(tmp_path, "Wan2.1-T2V-1.3B", "t2v", **{name: value})
     with pytest.raises(UnsupportedModelError, match=rf"scheduler_config\.json: {name} .* is not supported"):
+        settings_of(folder)
+
+
+def test_a_stochastic_dpm_scheduler_is_refused(tmp_path):
+    scheduler = {"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "sde-dpmsolver++"}
+    folder = diffusers_folder(tmp_path, "Wan2.1-T2V-1.3B", "t2v", **scheduler)
+    with pytest.raises(UnsupportedModelError, match="algorithm_type"):
         settings_of(folder)
 
 

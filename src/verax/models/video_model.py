@@ -87,7 +87,9 @@ class VideoSettings:
     boundary_ratio: Epsilon | None = None
     """Share of the noise levels from which the first of two transformers is used; None for one transformer."""
     shift: Positive = 8.0
-    solver: Annotated[Literal["unipc", "euler", "lcm"], Meta(description="unipc, euler or lcm")] = "unipc"
+    solver: Annotated[Literal["unipc", "dpm++", "euler", "lcm"], Meta(description="unipc, dpm++, euler or lcm")] = (
+        "unipc"
+    )
     fps: Size = 24
     negative_prompt: str = ""
     text_tokens: Size = 512
@@ -199,7 +201,7 @@ class ReferenceRules:
 
     Attributes:
         name: name of the reference, as `VideoPipeline(reference=...)` takes it.
-        sigmas: noise levels with UniPC; `other_sigmas` with other solvers, the same if None.
+        sigmas: noise levels, but for the solvers that `other_sigmas` has others for, by their names.
         frame_sizes: size of frames after the picture's. Frames of kinds that are not listed have the usual size, turned
             if the picture is upright and they are not.
         clip_pixels: input of the image encoder; None for families without one.
@@ -217,7 +219,7 @@ class ReferenceRules:
     sigmas: Sigmas
     resize: Mapping[str, Resize]
     frame_sizes: Mapping[str, FrameSize] = field(default_factory=dict)
-    other_sigmas: Sigmas | None = None
+    other_sigmas: Mapping[str, Sigmas] = field(default_factory=dict)
     clip_pixels: ClipPixels | None = None
     references: References | None = None
     negative_prompts: Mapping[str, str] = field(default_factory=dict)

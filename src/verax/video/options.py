@@ -138,8 +138,9 @@ class VideoRequest:
     )
     solver: str | None = option(
         None,
-        "unipc, euler or lcm. `lcm` predicts the clean clip in each step and adds fresh noise to it.",
-        choices=("unipc", "euler", "lcm"),
+        "unipc, dpm++, euler or lcm. `dpm++` is DPM-Solver++ of order 2; `lcm` predicts the clean clip in each step, "
+        "and adds fresh noise to it.",
+        choices=("unipc", "dpm++", "euler", "lcm"),
         shown=_CHECKPOINT,
     )
     sigmas: str | Sequence[float] | None = option(

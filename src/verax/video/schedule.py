@@ -1,8 +1,8 @@
 """Schedule of a segment: noise levels, and steps of each frame under diffusion forcing.
 
 Flow matching mixes a clip x and noise n as `(1 - sigma) x + sigma n`. A schedule begins near 1 and ends at 0. The
-timestep, which is an input of the model, is 1000 sigma, and with UniPC cut to a whole number. How sigma is spaced
-before it is shifted towards noise is a rule of the family's reference, or is given by the request.
+timestep, which is an input of the model, is 1000 sigma, and with UniPC and DPM-Solver++ cut to a whole number. How
+sigma is spaced before it is shifted towards noise is a rule of the family's reference, or is given by the request.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def noise_levels(
         steps: number of steps, at least 1.
         shift: shift towards noise, above 0.
         sigmas: schedule of the family's reference (`ReferenceRules.sigmas`), or of the request.
-        solver: one of `solvers.SOLVERS`. As in their references, UniPC's timesteps are cut to whole numbers, and its
-            first sigma is kept below 1, where its logarithms are finite.
+        solver: one of `solvers.SOLVERS`. As in their references, UniPC's and DPM-Solver++'s timesteps are cut to whole
+            numbers, and UniPC's first sigma is kept below 1, where its logarithms are finite.
         whole_timesteps: True to round the timesteps of other solvers, see `Recipe`.
     """
     levels = sigmas(steps, shift)
     if solver == "unipc" and abs(levels[0] - 1) < _BELOW_ONE:
         levels[0] -= _BELOW_ONE
     timesteps = levels * TRAIN_TIMESTEPS
-    if solver == "unipc":
+    if solver in ("unipc", "dpm++"):
         timesteps = timesteps.astype(np.int32)
     else:
         timesteps = (np.rint(timesteps) if whole_timesteps else timesteps).astype(np.float32)
@@ -119,7 +119,7 @@ def request_levels(request: ResolvedRequest, model: VideoModel, shift: float) ->
         InvalidParameterError: if two levels are the same float32, between which a solver divides by 0.
     """
     own, rules = request.sigmas, model.rules
-    spacing = rules.sigmas if request.solver == "unipc" else rules.other_sigmas or rules.sigmas
+    spacing = rules.other_sigmas.get(request.solver, rules.sigmas)
     levels = noise_levels(
         request.num_inference_steps,
         shift,

@@ -20,6 +20,7 @@ clip in each step, has `f = 1 - sigma'` and a term `sigma' noise`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -52,12 +53,15 @@ class SolverState(NamedTuple):
     older: Float32[Array, "B F h w C"]
 
 
-def tabulate(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = False) -> SolverTable:
+def tabulate(
+    sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = False, corrects: bool = True
+) -> SolverTable:
     """Coefficients for a schedule of falling noise levels that ends at 0, worked out in float64.
 
     `overwritten`: True to follow both published diffusion-forcing pipelines: their solver remembers the first sample by
     reference, the loop writes the first step's result over it, and so the second step's corrector starts from that
-    result in place of the noise.
+    result in place of the noise. `corrects`: False for the predictor alone, which is DPM-Solver++ of order 2 by the
+    midpoint (Lu et al., 2022, arXiv:2211.01095).
     """
     sigma = sigmas.astype(np.float64)
     N = len(sigma) - 1
@@ -67,11 +71,11 @@ def tabulate(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = Fals
     for i in range(N):
         order = 1 if i in (0, N - 1) else 2
         keep, a, b, c, d = 1.0, 0.0, 0.0, 0.0, 0.0
-        if i > 0:
+        if i > 0 and corrects:
             keep = 0.0
             a, b, c, d = _correct(sigma, ratio, i, order=1 if i == 1 else 2)
-        if i == 1 and overwritten:
-            keep, a = a, 0.0
+            if i == 1 and overwritten:
+                keep, a = a, 0.0
         rows[:, i] = (sigma[i], keep, a, b, c, d, *_predict(sigma, ratio, i, order))
     return SolverTable(*rows.astype(np.float32))
 
@@ -91,7 +95,12 @@ def tabulate_lcm(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = 
     return table._replace(e=np.zeros_like(table.e), f=(1 - sigma).astype(np.float32), noise=sigma.astype(np.float32))
 
 
-SOLVERS: Mapping[str, Callable[..., SolverTable]] = {"unipc": tabulate, "euler": tabulate_euler, "lcm": tabulate_lcm}
+SOLVERS: Mapping[str, Callable[..., SolverTable]] = {
+    "unipc": tabulate,
+    "dpm++": partial(tabulate, corrects=False),
+    "euler": tabulate_euler,
+    "lcm": tabulate_lcm,
+}
 """Functions from a schedule to its coefficients, by the solver's name."""
 
 

@@ -159,7 +159,8 @@ class VideoFolder:
         scheduler = self.scheduler
         # Diffusers keeps the settings of a scheduler from which another was made, so that both may be there.
         kind = scheduler.get("_class_name", "UniPCMultistepScheduler" if "flow_shift" in scheduler else None)
-        return read_value(scheduler, "flow_shift" if kind == "UniPCMultistepScheduler" else "shift", Positive, 1.0)
+        name = "flow_shift" if kind in ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler") else "shift"
+        return read_value(scheduler, name, Positive, 1.0)
 
     @property
     def solver(self) -> str:

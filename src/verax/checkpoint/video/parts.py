@@ -567,6 +567,7 @@ def scheduler_settings(shift: float) -> dict[str, Any]:
 
 _SOLVERS = {
     **dict.fromkeys(("UniPCMultistepScheduler", "FlowUniPCMultistepScheduler"), "unipc"),
+    **dict.fromkeys(("DPMSolverMultistepScheduler", "FlowDPMSolverMultistepScheduler"), "dpm++"),
     "FlowMatchEulerDiscreteScheduler": "euler",
     "FlowMatchLCMScheduler": "lcm",
 }
@@ -574,7 +575,7 @@ _SOLVERS = {
 
 _ONLY: Mapping[str, Any] = {
     **{"num_train_timesteps": 1000, "prediction_type": "flow_prediction", "use_flow_sigmas": True, "solver_order": 2},
-    **{"solver_type": "bh2", "predict_x0": True, "lower_order_final": True, "disable_corrector": []},
+    **{"predict_x0": True, "lower_order_final": True, "disable_corrector": []},
     **{"final_sigmas_type": "zero", "shift_terminal": None, "scale_factors": None, "solver_p": None},
     **dict.fromkeys(("thresholding", "use_dynamic_shifting", "invert_sigmas", "stochastic_sampling"), False),
     **dict.fromkeys(("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"), False),
@@ -593,7 +594,10 @@ def scheduler_solver(config: Mapping[str, Any]) -> str:
         raise UnsupportedModelError(
             f"{file_of(config)}: _class_name {kind!r} is not supported; schedulers supported are {', '.join(_SOLVERS)}"
         )
-    for name, value in _ONLY.items():
+    own: Mapping[str, Any] = {"solver_type": "bh2"}
+    if _SOLVERS[kind] == "dpm++":
+        own = {"solver_type": "midpoint", "algorithm_type": "dpmsolver++", "use_lu_lambdas": False}
+    for name, value in {**_ONLY, **own}.items():
         if config.get(name) not in (None, value):
             raise UnsupportedModelError(
                 f"{file_of(config)}: {name} {config[name]!r} is not supported; only {value!r} is"

@@ -105,6 +105,7 @@ SKYREELS = ReferenceRules(
 WAN = replace(
     SKYREELS,
     name="wan",
+    other_sigmas={"dpm++": partial(flow_sigmas, begin=1.0, end=0.0)},
     resize={
         **dict.fromkeys(KINDS, images.cover),
         **dict.fromkeys(("i2v", "flf2v"), images.interpolate),
@@ -130,11 +131,16 @@ def _flow_match_sigmas(steps: int, shift: float) -> Float[np.ndarray, "N"]:
     return shift_sigmas(np.linspace(1.0, shift_sigmas(np.array([0.001]), shift)[0], steps), shift)
 
 
+def _dpm_sigmas(steps: int, shift: float) -> Float[np.ndarray, "N"]:
+    """Noise levels of diffusers' `DPMSolverMultistepScheduler`, which are rounded otherwise than `flow_sigmas`."""
+    return shift_sigmas((1 - np.linspace(1.0, 0.001, steps + 1))[:0:-1], shift)
+
+
 DIFFUSERS = ReferenceRules(
     name="diffusers",
     # `UniPCMultistepScheduler` with `use_flow_sigmas`, from diffusers 0.37.
     sigmas=partial(flow_sigmas, begin=1.0, end=0.001),
-    other_sigmas=_flow_match_sigmas,
+    other_sigmas={**dict.fromkeys(("euler", "lcm"), _flow_match_sigmas), "dpm++": _dpm_sigmas},
     resize=dict.fromkeys(KINDS, images.resize),
     clip_pixels=lambda image, frame, size: images.clip_pixels_diffusers(image, size),
     # Each picture goes before those that are there, after a resize to whole latents.
