@@ -7,6 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.checkpoint.small import assert_same, weights, write
+from tests.support.adapters import tiny_adapter
 from tests.support.packing import gptq
 from tests.support.tiny import tiny_checkpoint
 from verax.checkpoint import Checkpoint, fingerprint
@@ -154,6 +155,16 @@ def test_floats_under_a_scheme_that_is_not_supported_are_told_from_others(tmp_pa
 def test_an_adapter_alone_is_no_checkpoint(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="this is a LoRA adapter; open its base model"):
+        Checkpoint.open(tmp_path)
+
+
+def test_an_adapter_next_to_the_weights_is_not_left_out(tmp_path):
+    """transformers reads the base that it names, and the adapter."""
+    tiny_checkpoint(tmp_path)
+    tiny_adapter(tmp_path, tmp_path / "adapter")
+    for path in (tmp_path / "adapter").iterdir():
+        path.rename(tmp_path / path.name)
+    with pytest.raises(CheckpointError, match="a LoRA adapter next to"):
         Checkpoint.open(tmp_path)
 
 

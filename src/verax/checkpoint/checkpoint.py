@@ -176,14 +176,18 @@ class Checkpoint:
             file = GGUFWeights(folder)
             files = dict.fromkeys(file.tensors, file)
             return cls(folder, file.config, file.generation_config(), files, packed=file.packed, metadata=file.metadata)
-        if not (folder / "config.json").is_file():
-            adapter = (folder / "adapter_config.json").is_file()
+        has_config = (folder / "config.json").is_file()
+        if (folder / "adapter_config.json").is_file():
             raise CheckpointError(
-                f"{folder}: this is a LoRA adapter; open its base model, with enable_lora and a LoRARequest, or write "
-                "both as one model by verax convert --lora"
-                if adapter
-                else f"{folder / 'config.json'}: no such file; a checkpoint folder has config.json and weights"
+                f"{folder}: adapter_config.json: there is a LoRA adapter next to config.json, and nothing says whether "
+                "the weights have it in them; move it into a folder of its own, or remove it if they have"
+                if has_config
+                else f"{folder}: this is a LoRA adapter; open its base model, with enable_lora and a LoRARequest, or "
+                "write both as one model by verax convert --lora"
             )
+        if not has_config:
+            path = folder / "config.json"
+            raise CheckpointError(f"{path}: no such file; a checkpoint folder has config.json and weights")
         generation_config = read_json(folder / "generation_config.json", optional=True)
         return cls(folder, read_json(folder / "config.json"), generation_config, _open_files(folder))
 

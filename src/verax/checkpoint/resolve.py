@@ -34,6 +34,7 @@ _WANTED = (
     "quantize_config.json",
     "quant_config.json",
     "hf_quant_config.json",
+    "adapter_config.json",
     "*.safetensors",
     "*.safetensors.index.json",
     *TOKENIZER_FILES,
