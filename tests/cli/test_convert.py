@@ -2,11 +2,14 @@
 
 import json
 import os
+import shutil
 
 import ml_dtypes
 import pytest
 
+from tests.support.tiny_encoder import sentence_files
 from tests.support.video_folder import CONFIG, SHAPES, VAE, tensors, write_original
+from verax import Encoder
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.video import convert as video_convert
 from verax.checkpoint.video.folder import VideoFolder
@@ -157,3 +160,13 @@ def test_the_written_checkpoint_is_the_model_quantised_while_loading(run, folder
         assert done.status == 0
         assert "MB" in done.out
         assert answer(output) == answer(folder, quantization=f"int{bits}")
+
+
+def test_an_embedding_model_keeps_its_pooling_and_prompts(run, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "base")
+    sentence_files(tmp_path / "base", prompts={"query": "abc "})
+    base = Encoder(tmp_path / "base")
+    assert run("quantize", tmp_path / "out", "--model", tmp_path / "base", "--bits", 8).status == 0
+    written = Encoder(tmp_path / "out")
+    expected, got = (model.encode(["once upon"], prompt_name="query")[0] for model in (base, written))
+    assert got @ expected > 0.99  # 0.2 by the last token, which is the default of language models

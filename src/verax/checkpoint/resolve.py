@@ -109,19 +109,19 @@ def resolve(model: str | Path, *, revision: str | None = None, weights: bool = T
     folder = _download(model, revision, _WANTED, _UNWANTED, _POSSIBLE)
     if not any(folder.glob("*.safetensors")):
         folder = _download(model, revision, _PICKLED, _UNWANTED, _POSSIBLE)
-    if modules := _module_folders(folder):
+    if modules := module_files(folder):
         # Fetched separately: other weights in folders are second copies.
-        wanted = [f"{module}/{pattern}" for module in modules for pattern in _MODULE_FILES]
-        unwanted = [f"{module}/*/*" for module in modules]
-        folder = _download(model, revision, wanted, unwanted, _POSSIBLE)
+        unwanted = [f"{pattern.rpartition('/')[0]}/*/*" for pattern in modules]
+        folder = _download(model, revision, modules, unwanted, _POSSIBLE)
     return folder
 
 
-def _module_folders(folder: Path) -> list[str]:
-    """Folders of the modules that a folder's modules.json lists, other than the folder itself."""
+def module_files(folder: Path) -> list[str]:
+    """Patterns of the files of the modules that a folder's modules.json lists, in folders within it."""
     listed = read_json(folder / "modules.json", list, optional=True)
     paths = [module.get("path") for module in listed if isinstance(module, dict)]
-    return [path for path in paths if isinstance(path, str) and path]
+    within = [path for path in paths if isinstance(path, str) and path and ".." not in path and path[0] != "/"]
+    return [f"{path}/{pattern}" for path in within for pattern in _MODULE_FILES]
 
 
 def resolve_video(model: str | Path, *, weights: bool = True) -> Path:

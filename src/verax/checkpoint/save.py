@@ -19,7 +19,7 @@ from verax.checkpoint.checkpoint import INDEX
 from verax.checkpoint.formats.compressed_tensors import entries, quantization_config
 from verax.checkpoint.formats.safetensors import DTYPES, SHARD_BYTES, NewTensor, write_shards
 from verax.checkpoint.load import is_transposed, split_quantized, stacked_keys
-from verax.checkpoint.resolve import TOKENIZER_FILES
+from verax.checkpoint.resolve import SENTENCE_FILES, TOKENIZER_FILES, module_files
 from verax.errors import CheckpointError
 from verax.files import write_json
 from verax.ops.block_quantized import BlockQuantizedWeight
@@ -50,7 +50,7 @@ def save(
             the compressed-tensors layout, stacks of a module (`stacked_weights`) as single matrices.
         folder: folder of the checkpoint, created if missing. Weight files of an earlier save are replaced, others stay.
         generation_config: contents of generation_config.json; none is written if None.
-        tokenizer_from: a folder whose tokenizer files are copied.
+        tokenizer_from: a folder whose tokenizer files are copied, and with them sentence-transformers' modules.
         dtype: dtype of the written float weights; their own if None.
         max_shard_bytes: largest size of a file in bytes, unless a single weight is larger.
 
@@ -160,10 +160,13 @@ def _tensor(key: str, value: Any, dtype: DTypeLike | None) -> NewTensor:
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    files = sorted({path for pattern in TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()})
+    files, others = (
+        {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
+        for patterns in (TOKENIZER_FILES, (*SENTENCE_FILES, *module_files(source)))
+    )
     if not files:
         raise CheckpointError(f"{source}: no tokenizer files here (tokenizer.json, tokenizer_config.json, ...) to copy")
-    for path in files:
+    for path in sorted(files | others):
         copy = target / path.relative_to(source)
-        copy.parent.mkdir(exist_ok=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
