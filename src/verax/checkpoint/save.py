@@ -38,6 +38,7 @@ def save(
     generation_config: Mapping[str, Any] | None = None,
     tokenizer_from: str | Path | None = None,
     dtype: DTypeLike | None = None,
+    stacked: bool = False,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write a checkpoint folder that transformers and `Checkpoint.open` can read; return the folder.
@@ -47,11 +48,13 @@ def save(
 
     Args:
         model: a module, the paths of whose parameters become keys, or arrays by key. Quantised weights are written in
-            the compressed-tensors layout, stacks of a module (`stacked_weights`) as single matrices.
+            the compressed-tensors layout.
         folder: folder of the checkpoint, created if missing. Weight files of an earlier save are replaced, others stay.
         generation_config: contents of generation_config.json; none is written if None.
         tokenizer_from: a folder whose tokenizer files are copied, and with them sentence-transformers' modules.
         dtype: dtype of the written float weights; their own if None.
+        stacked: True to write a module's stacks of floats as one array each, as checkpoints of Gemma 4 have them; else
+            they are single matrices where the module's class has keys for these (`stacked_weights`).
         max_shard_bytes: largest size of a file in bytes, unless a single weight is larger.
 
     Raises:
@@ -66,7 +69,7 @@ def save(
     try:
         if tokenizer_from is not None:
             _copy_tokenizer(Path(tokenizer_from), partial)
-        arrays, scheme = _named(model)
+        arrays, scheme = _named(model, stacked)
         tensors = {key: _tensor(key, value, dtype) for key, value in arrays.items()}
         for _ in write_shards(partial, "model", tensors, max_shard_bytes):
             pass
@@ -102,7 +105,7 @@ def _swap(partial: Path, folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _named(model: nnx.Module | Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
+def _named(model: nnx.Module | Mapping[str, Any], stacked: bool) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
     """Arrays by key, and the `quantization_config` for config.json; None without quantised weights."""
     if not isinstance(model, nnx.Module):
         return model, None
@@ -117,7 +120,7 @@ def _named(model: nnx.Module | Mapping[str, Any]) -> tuple[Mapping[str, Any], di
             )
         if isinstance(value, QuantizedWeight) and not value.is_plain:
             raise CheckpointError(f"{key}: only symmetric integers can be saved, in the order of the inputs")
-    values = _unstacked(values, model)
+    values = _unstacked(values, model, stacked)
     quantized = {key: value for key, value in values.items() if isinstance(value, QuantizedWeight)}
     if not quantized:
         return values, None
@@ -130,16 +133,17 @@ def _named(model: nnx.Module | Mapping[str, Any]) -> tuple[Mapping[str, Any], di
     return arrays, quantization_config(quantized.values(), ignored)
 
 
-def _unstacked(values: Mapping[str, Any], model: nnx.Module) -> dict[str, Any]:
+def _unstacked(values: Mapping[str, Any], model: nnx.Module, stacked: bool) -> dict[str, Any]:
     """Values in which each stack is as checkpoints of the model have it: single matrices, or one transposed array."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         keys = stacked_keys(name, value.shape, getattr(model, "stacked_weights", ()))
-        if keys is None:
-            result[name] = value
-        elif is_transposed(model, name) and not isinstance(value, QuantizedWeight):
+        floats = not isinstance(value, QuantizedWeight)
+        if keys is not None and floats and is_transposed(model, name):
             result[name] = np.ascontiguousarray(np.swapaxes(np.asarray(value), 1, 2))
-        elif isinstance(value, QuantizedWeight):
+        elif keys is None or (floats and stacked):
+            result[name] = value
+        elif not floats:
             for expert_keys, matrices in zip(keys, split_quantized(value, len(keys[0])), strict=True):
                 result.update(zip(expert_keys, matrices, strict=True))
         else:

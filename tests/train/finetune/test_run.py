@@ -76,6 +76,16 @@ def test_all_weights_learn_and_the_checkpoint_has_the_layout_of_its_base(base, d
     assert (opened.config["torch_dtype"], opened.generation_config) == ("float32", {"temperature": 0.7})
 
 
+@pytest.mark.parametrize("stacked", [True, False])
+def test_experts_have_the_layout_of_their_base(stacked, data, tmp_path):
+    sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_hidden_layers=1)
+    whole = Checkpoint.open(tiny_checkpoint(tmp_path / "stacks", family="qwen3_moe", **sizes))
+    model = load_causal_lm(whole, dtype="float32")
+    base = save(model, tmp_path / "base", config=whole.config, tokenizer_from=whole.folder, stacked=stacked)
+    report = train_full(base, data, tmp_path / "run", settings(steps=1), show_progress=False)
+    assert sorted(Checkpoint.open(report["folder"]).names()) == sorted(Checkpoint.open(base).names())
+
+
 def test_a_resumed_run_gives_the_bits_of_an_undisturbed_one(base, data, whole, tmp_path, monkeypatch):
     save_state = RunStates.save
 

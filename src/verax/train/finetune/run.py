@@ -21,6 +21,7 @@ from verax import builtin, checkpoint, ops, progress
 from verax._compat import compiler_options
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.checkpoint import config_of_floats, fingerprint
+from verax.checkpoint.load import stacked_keys
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import DEQUANTIZE, load_causal_lm, model_shapes
 from verax.models import CausalLM, causal_lm, language_config
@@ -241,12 +242,14 @@ def train_full(
         return batch_loss(recompute_layers(model) if settings.gradient_checkpointing else model, batch)
 
     trained = run.train(loss, params, {})
+    patterns = getattr(module, "stacked_weights", ())  # as the base has them, whose layout transformers reads
     folder = checkpoint.save(
         rounded(trained),
         output / "model",
         config=config_of_floats(language_config(run.opened.config), settings.dtype),
         generation_config=dict(run.opened.generation_config) or None,
         tokenizer_from=run.opened.folder,
+        stacked=any(stacked_keys(name, (1,), patterns) for name in run.opened.names()),
     )
     return run.report(folder, sum(leaf.size for leaf in jax.tree.leaves(trained)))
 
