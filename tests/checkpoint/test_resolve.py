@@ -225,3 +225,12 @@ def test_errors_of_the_hub_become_one_line_with_the_id(error, says, monkeypatch)
 def test_of_a_hub_id_whose_weights_are_not_wanted_the_configuration_alone_is_fetched(calls, tmp_path):
     assert resolve("org/name", weights=False) == tmp_path
     assert calls[0]["allow_patterns"] == ["config.json"]
+
+
+def test_files_next_to_a_gguf_file_that_are_not_models_do_not_count(tmp_path):
+    for name in ("mmproj-F16.gguf", "qwen-Q4_K_M.gguf", "imatrix_unsloth.gguf"):
+        (tmp_path / name).touch()
+    assert resolve(tmp_path) == tmp_path / "qwen-Q4_K_M.gguf"
+    (tmp_path / "qwen-Q8_0.gguf").touch()
+    with pytest.raises(CheckpointError, match="several GGUF files; name one: qwen-Q4_K_M"):
+        resolve(tmp_path)

@@ -187,7 +187,10 @@ class Checkpoint:
             )
         if not has_config:
             path = folder / "config.json"
-            raise CheckpointError(f"{path}: no such file; a checkpoint folder has config.json and weights")
+            raise CheckpointError(
+                f"{path}: no such file; a checkpoint folder has config.json and weights, or one GGUF file, which is "
+                "not fetched from the hub: download it, and give its path"
+            )
         generation_config = read_json(folder / "generation_config.json", optional=True)
         return cls(folder, read_json(folder / "config.json"), generation_config, _open_files(folder))
 

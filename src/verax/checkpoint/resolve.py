@@ -149,8 +149,11 @@ def resolve_video(model: str | Path, *, weights: bool = True) -> Path:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has no other weights; None without one."""
-    files = sorted(folder.glob("[!.]*.gguf"))
+    """The GGUF file of a folder that has no other weights; None without one.
+
+    Files for pictures (mmproj) and of importances (imatrix), which repositories have next to the models, do not count.
+    """
+    files = [path for path in sorted(folder.glob("[!.]*.gguf")) if not re.search("(?i)mmproj|imatrix", path.name)]
     if not files or any(folder.glob("*.safetensors")):
         return None
     from verax.checkpoint.formats.gguf import part_names

@@ -287,6 +287,12 @@ def test_what_no_metadata_say_of_a_gemma_is_as_llama_cpp_has_it():
     assert gemma(block_count=62).query_pre_attn_scalar == 168
 
 
+@pytest.mark.parametrize("kind", ["adapter", "mmproj"])
+def test_a_file_that_is_not_a_model_is_named_as_what_it_is(kind):
+    with pytest.raises(UnsupportedModelError, match=f"general.type '{kind}'"):
+        read_config({"general.architecture": "qwen3", "general.type": kind}, {})
+
+
 def test_metadata_of_a_gemmas_layers_are_read():
     assert gemma(attention__sliding_window_pattern=3).sliding_windows == (8, 8, None) * 4
     assert gemma(attention__sliding_window_pattern=[True, False] * 6).sliding_windows == (8, None) * 6

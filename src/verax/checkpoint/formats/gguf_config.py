@@ -205,6 +205,10 @@ def read_config(
         UnsupportedModelError: for an architecture or a feature that verax does not have; naming it.
         KeyError: with the metadata key that is missing.
     """
+    if (own := metadata.get("general.type", "model")) != "model":  # an adapter has its base's architecture
+        raise UnsupportedModelError(
+            f"general.type {own!r}: this is not a model; name the model's own file, and of adapters PEFT's folder"
+        )
     kind = metadata["general.architecture"]
     if not isinstance(kind, str) or kind not in _MODEL_TYPES:
         raise UnsupportedModelError(
