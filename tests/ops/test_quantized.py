@@ -25,6 +25,14 @@ def test_the_error_is_the_rounding_to_the_bits(bits, group):
     assert jnp.linalg.norm(error) / jnp.linalg.norm(w) < LARGEST_ERROR[bits, group]
 
 
+@pytest.mark.parametrize("unsigned", ["integers", "zeros"])
+def test_codes_without_a_sign_are_refused(unsigned):
+    arrays = {"integers": jnp.full((16, 32), 7, jnp.int8), "zeros": jnp.zeros((16, 1), jnp.int8)}
+    arrays[unsigned] = arrays[unsigned].astype(jnp.uint8)
+    with pytest.raises(InvalidParameterError, match=f"{unsigned}: expected signed integers"):
+        ops.QuantizedWeight.from_integers(scales=jnp.ones((16, 1)), bits=8, group_size=32, **arrays)
+
+
 def test_packing_is_undone_for_every_value_and_a_last_block_that_is_not_full():
     integers = jnp.asarray(np.random.default_rng(0).integers(-8, 8, (37, 160)), jnp.int8)
     scales = gaussian(37, 5).astype(jnp.float16)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Float, Int, Int8
+from jaxtyping import Array, BFloat16, Float, Int, Int8, Integer
 
 from verax.errors import InvalidParameterError
 
@@ -84,11 +84,11 @@ class QuantizedWeight:
 
     @staticmethod
     def from_integers(
-        integers: Int[Array, "F D"],
+        integers: Integer[Array, "F D"],
         scales: Float[Array, "F g"],
         bits: int,
         group_size: int | None = None,
-        zeros: Int[Array, "F g"] | None = None,
+        zeros: Integer[Array, "F g"] | None = None,
         order: Int[Array, "D"] | None = None,
     ) -> QuantizedWeight:
         """Lay out integers of -128..127 (8 bits) or -8..7 (4) with their scales, float32 or float16. Runs under `jit`.
@@ -102,10 +102,15 @@ class QuantizedWeight:
             order: number of the input that each column multiplies.
 
         Raises:
-            InvalidParameterError: for other bits or groups, or if the groups do not divide D.
+            InvalidParameterError: for other bits or groups, if the groups do not divide D, or for unsigned integers.
         """
         F, D = integers.shape
         _check(D, bits, group_size)
+        for name, array in (("integers", integers), ("zeros", zeros)):
+            if array is not None and jnp.issubdtype(array.dtype, jnp.unsignedinteger):
+                raise InvalidParameterError(
+                    f"{name}: expected signed integers, got {array.dtype}; subtract {1 << bits - 1} of codes from 0 on"
+                )
         zeros = None if zeros is None else zeros.astype(jnp.int8)
         order = None if order is None else order.astype(jnp.int32)
         if bits == 8:
