@@ -3,8 +3,11 @@
 import copy
 import json
 import sys
+from collections import namedtuple
 
+import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import typer
@@ -96,6 +99,29 @@ def test_a_model_keeps_its_gradients_and_what_is_frozen(theirs):
     assert compare(model, JaxNet(theirs), X, names=NAMES, backward=True).passed
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["net.0.weight", "net.0.bias"]
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["norm.weight"]
+
+
+Batch = namedtuple("Batch", "x y")
+
+
+@pytest.mark.parametrize(
+    ("argument", "combine"),
+    [
+        (jnp.asarray(X), lambda x: x * 2),
+        (torch.from_numpy(X).bfloat16(), lambda x: x * 2),
+        (X.astype(ml_dtypes.bfloat16), lambda x: x * 2),
+        (X.astype(ml_dtypes.float8_e4m3fn), lambda x: x),
+        ([X, {"y": X + 1}], lambda parts: parts[0] - 2 * parts[1]["y"]),
+        (Batch(X, X + 1), lambda batch: batch.x - 2 * batch.y),
+    ],
+)
+def test_arrays_of_any_library_and_structures_of_them_are_arguments(argument, combine):
+    assert compare(combine, lambda x: combine(jax.tree.map(jnp.asarray, x)), argument).passed
+
+
+def test_integers_that_jax_would_take_modulo_their_range_are_refused():
+    with pytest.raises(InvalidParameterError, match="do not fit into JAX's int32"):
+        compare(lambda x: x, lambda x: x, np.array([5, 2**40]))
 
 
 @pytest.mark.parametrize(("slope", "passes"), [(1e-12, True), (0.1, False)])

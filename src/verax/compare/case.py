@@ -23,7 +23,7 @@ class Side:
 
     Attributes:
         model: a module, or a function with taps.
-        args, kwargs: arguments of the call; NumPy arrays become the side's own.
+        args, kwargs: arguments of the call; arrays of NumPy, JAX and PyTorch become the side's own.
         call: `call(model, *args, **kwargs)`, for more than the model's own call.
         watch: functions to record in addition to the modules.
         inputs: patterns of paths of modules whose input is recorded too.

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from verax import ops
 from verax._compat import compiler_options
 from verax.compare.case import Side
+from verax.compare.torch_side import to_numpy
 from verax.compare.trace import OUTPUT, Recorder, Trace, leaves, recording
 from verax.errors import InvalidParameterError
 
@@ -142,7 +143,18 @@ def _add(trace: Trace, name: str, value: Any) -> str:
 
 
 def _to_jax(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+    """An array of JAX of NumPy's or PyTorch's; anything else unchanged."""
+    if not isinstance(x, np.ndarray):
+        if not hasattr(x, "detach"):
+            return x
+        x = to_numpy(x)
+    array = jnp.asarray(x)
+    if x.dtype.kind in "iu" and not np.array_equal(array, x):  # which JAX would take modulo 2**32
+        raise InvalidParameterError(
+            f"args: integers of {x.dtype} from {x.min()} to {x.max()} do not fit into JAX's {array.dtype}; take "
+            "smaller ones, or set jax_enable_x64"
+        )
+    return array
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def compare(
     Args:
         reference: an `nn.Module`, a function of tensors with taps, or a `Side`.
         ours: a Flax NNX module, a function of arrays with taps, or a `Side`.
-        args: NumPy arrays that both are called with, where a model is not a `Side` with its own arguments.
+        args: arrays, or structures of them, that both are called with, where a model is not a `Side` with its own.
         names: table between our names and the reference's, where they differ: a dict of beginnings, `{i}` for a number.
         guess: match what names do not by shape and order; `result.guessed` are these pairs, to be looked at.
         options: of `compare_case`, such as `inject` or `backward`.

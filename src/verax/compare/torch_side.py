@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -118,12 +119,18 @@ def to_numpy(tensor: Any) -> np.ndarray:
 
 
 def to_torch(x: Any) -> Any:
-    """NumPy arrays of a structure as tensors."""
-    if isinstance(x, np.ndarray):
-        return torch().from_numpy(np.array(x))
+    """Arrays of NumPy and JAX in a structure of tuples, lists and mappings as tensors of their own memory."""
+    if isinstance(x, np.ndarray | jax.Array):
+        lib, array = torch(), np.array(x)
+        if array.dtype.name.startswith(("bfloat16", "float8")):  # dtypes of ml_dtypes
+            plain = array.view(np.int16 if array.dtype.itemsize == 2 else np.uint8)
+            return lib.from_numpy(plain).view(getattr(lib, array.dtype.name))
+        return lib.from_numpy(array)
     if isinstance(x, Mapping):
         return {name: to_torch(value) for name, value in x.items()}
-    return tuple(map(to_torch, x)) if isinstance(x, tuple) else x
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*map(to_torch, x))
+    return type(x)(map(to_torch, x)) if isinstance(x, tuple | list) else x
 
 
 def _floats(x: Any) -> dict[str, Any]:
