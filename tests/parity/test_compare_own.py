@@ -124,6 +124,49 @@ def test_integers_that_jax_would_take_modulo_their_range_are_refused():
         compare(lambda x: x, lambda x: x, np.array([5, 2**40]))
 
 
+class TiedTorch(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.head = torch.nn.Embedding(20, SIZE), torch.nn.Linear(SIZE, 20, bias=False)
+        self.head.weight = self.wte.weight
+        self.order = torch.nn.Parameter(torch.arange(20).flip(0), requires_grad=False)
+
+    def forward(self, ids):
+        return self.head(self.wte(self.order[ids]))
+
+
+class Tied(nnx.Module):
+    def __init__(self, theirs):
+        self.wte = nnx.Embed(20, SIZE, rngs=nnx.Rngs(0))
+        self.wte.embedding[...] = jnp.asarray(theirs.wte.weight.detach().numpy())
+        self.head = TiedHead(self.wte.embedding)
+        self.order = nnx.Param(jnp.arange(20)[::-1])
+
+    def __call__(self, ids):
+        return self.head(self.wte(self.order[...][ids]))
+
+
+class TiedHead(nnx.Module):
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, x):
+        return x @ self.weight[...].T
+
+
+def test_gradients_of_tied_weights_have_either_name_and_integers_have_none():
+    theirs = TiedTorch()
+    result = compare(theirs, Tied(theirs), np.arange(6).reshape(2, 3), backward=True)
+    assert result.passed, result.failures
+    assert [row.name for row in result.gradients] == ["head.weight"]
+
+
+def test_gradients_of_a_call_without_gradients_are_refused(theirs):
+    call = torch.no_grad()(lambda model, x: model(x))
+    with pytest.raises(InvalidParameterError, match="no_grad"):
+        compare(Side(theirs, (X,), call=call), Side(JaxNet(theirs), (X,)), names=NAMES, backward=True)
+
+
 @pytest.mark.parametrize(("slope", "passes"), [(1e-12, True), (0.1, False)])
 def test_a_gradient_of_zero_is_measured_against_the_others(slope, passes):
     """The reference's is exactly zero, ours is rounding, or more."""

@@ -125,7 +125,8 @@ def gradients_jax(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[str,
     Args:
         cotangents: weights of each output of floats, by its name in the trace.
     """
-    graph, params, rest = nnx.split(side.model, nnx.Param, ...)
+    is_float = lambda path, x: isinstance(x, nnx.Param) and jnp.issubdtype(x.dtype, jnp.floating)
+    graph, params, rest = nnx.split(side.model, is_float, ...)
     args, kwargs = jax.tree.map(_to_jax, (side.args, dict(side.kwargs)))
 
     def loss(params: Any) -> jax.Array:

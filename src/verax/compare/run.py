@@ -247,7 +247,8 @@ def _gradient_rows(
             errors = errors._replace(l2=apart / usual, max_rel=errors.max_abs / usual)
         dtypes = mine.dtype.name, other.dtype.name
         rows.append(Row(name, " + ".join(paths), *dtypes, errors, layout=str(layout), by=by))
-    rest = [name for name in reference if name not in used and np.any(reference[name])]
+    shared = {id(reference[name]) for name in used}  # one array of tied weights
+    rest = [name for name, array in reference.items() if id(array) not in shared and np.any(array)]
     return rows, (alone, rest)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from verax._optional import require_optional
 from verax.compare.case import Side
 from verax.compare.trace import OUTPUT, Recorder, Trace, leaves, recording
+from verax.errors import InvalidParameterError
 
 
 def torch() -> Any:
@@ -80,12 +81,17 @@ def hook_modules(model: Any, stack: ExitStack, before: Callable[..., None], afte
 def gradients_torch(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Gradients of the sum of `output * cotangent` by each parameter that it depends on, under its name.
 
+    A parameter of several names (tied weights) has one array under each of them.
+
     Args:
         side: an `nn.Module` and its call.
         cotangents: weights of each output of floats, by its name in the trace.
+
+    Raises:
+        InvalidParameterError: if the outputs depend on no parameter, as under `torch.no_grad`.
     """
     lib, model = torch(), side.model
-    parameters = dict(model.named_parameters())
+    parameters = {name: x for name, x in model.named_parameters() if x.is_floating_point()}
     trained = {name: parameter.requires_grad for name, parameter in parameters.items()}
     try:
         for parameter in parameters.values():
@@ -93,11 +99,18 @@ def gradients_torch(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[st
         outputs = _floats(side.run(model, to_torch(side.args), to_torch(side.kwargs)))
         weights = {name: lib.from_numpy(np.asarray(x, np.float32)) for name, x in cotangents.items()}
         total: Any = sum((outputs[name].float() * weight).sum() for name, weight in weights.items())
+        if not getattr(total, "requires_grad", False):
+            raise InvalidParameterError(
+                "backward: no output of the reference depends on a parameter; a call under torch.no_grad has no "
+                "gradients"
+            )
         gradients = lib.autograd.grad(total, list(parameters.values()), allow_unused=True)
     finally:
         for name, parameter in parameters.items():
             parameter.requires_grad_(trained[name])
-    return {name: to_numpy(x) for name, x in zip(parameters, gradients, strict=True) if x is not None}
+    given = zip(parameters.values(), gradients, strict=True)
+    arrays = {id(parameter): to_numpy(x) for parameter, x in given if x is not None}
+    return {name: arrays[id(x)] for name, x in model.named_parameters(remove_duplicate=False) if id(x) in arrays}
 
 
 def round_like(model: Any, rounded: Any) -> None:
