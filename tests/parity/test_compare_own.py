@@ -167,6 +167,39 @@ def test_gradients_of_a_call_without_gradients_are_refused(theirs):
         compare(Side(theirs, (X,), call=call), Side(JaxNet(theirs), (X,)), names=NAMES, backward=True)
 
 
+class TorchCounter(torch.nn.Module):
+    """Has a batch norm, and adds the number of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(SIZE, momentum=0.1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.norm(x) + self.calls
+
+
+class Counter(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(SIZE, epsilon=1e-5, rngs=nnx.Rngs(0))
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.norm(x) + self.calls[...]
+
+
+def test_each_run_of_a_model_with_a_state_begins_with_its_first_state():
+    theirs, ours = TorchCounter(), Counter()
+    result = compare(theirs, ours, X, inject=True, backward=True)
+    assert result.passed, result.failures
+    assert not result.faults
+    assert set(result.runs.values()) == {None}
+    assert [int(x) for x in (theirs.calls, theirs.norm.num_batches_tracked, ours.calls[...])] == [0, 0, 0]
+    assert not ours.norm.mean[...].any()
+
+
 @pytest.mark.parametrize(("slope", "passes"), [(1e-12, True), (0.1, False)])
 def test_a_gradient_of_zero_is_measured_against_the_others(slope, passes):
     """The reference's is exactly zero, ours is rounding, or more."""

@@ -68,7 +68,8 @@ def trace_jax(
     args, kwargs = jax.tree.map(_to_jax, (side.args, dict(side.kwargs)))
     function = partial(side.run, side.model)
     # Unfused, so that each layer's result is there to be recorded.
-    with recording(recorder, side.watch), _patched(side.model, recorder), ops.use_unfused():
+    unfused = ops.use_unfused()
+    with recording(recorder, side.watch), _patched(side.model, recorder), _unchanged(side.model), unfused:
         if jit:
             result = jax.jit(function)(args, kwargs)
             jax.effects_barrier()
@@ -130,7 +131,8 @@ def gradients_jax(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[str,
     args, kwargs = jax.tree.map(_to_jax, (side.args, dict(side.kwargs)))
 
     def loss(params: Any) -> jax.Array:
-        outputs = dict(leaves(side.run(nnx.merge(graph, params, rest), args, kwargs), OUTPUT))
+        model = nnx.merge(graph, params, rest, copy=True)  # of which a run may change the rest
+        outputs = dict(leaves(side.run(model, args, kwargs), OUTPUT))
         weighted = (jnp.vdot(outputs[name].astype(jnp.float32), weight) for name, weight in cotangents.items())
         return sum(weighted, jnp.float32(0))
 
@@ -156,6 +158,19 @@ def _to_jax(x: Any) -> Any:
             "smaller ones, or set jax_enable_x64"
         )
     return array
+
+
+@contextlib.contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """Context after which a module has the state from before, such as means of batches, but for random streams."""
+    is_module = isinstance(model, nnx.Module)
+    # Mapped, since the state has the model's own variables.
+    state = jax.tree.map(lambda x: x, nnx.state(model, nnx.Not(nnx.RngState))) if is_module else None
+    try:
+        yield
+    finally:
+        if state is not None:
+            nnx.update(model, state)
 
 
 @contextlib.contextmanager

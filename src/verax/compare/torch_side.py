@@ -69,13 +69,29 @@ def trace_torch(side: Side, *, folder: str | Path | None = None) -> Trace:
 def hook_modules(model: Any, stack: ExitStack, before: Callable[..., None], after: Callable[..., None]) -> None:
     """Call `before(path, module, args, kwargs)` and `after(path, module, args, result)` around each module's call.
 
-    The stack removes the hooks. A model that is not an `nn.Module` has none, and modules of TorchScript take none.
+    The stack removes the hooks, and gives the model the buffers from before. A model that is not an `nn.Module` has
+    none, and modules of TorchScript take none.
     """
     lib = torch()
+    _keep_buffers(model, stack)
     for path, module in model.named_modules() if isinstance(model, lib.nn.Module) else ():
         if path and not isinstance(module, lib.jit.ScriptModule):
             stack.callback(module.register_forward_pre_hook(partial(before, path), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(partial(after, path)).remove)
+
+
+def _keep_buffers(model: Any, stack: ExitStack) -> None:
+    """Let the stack give a model the buffers that it has now, which a run may change, as batch norms do in training."""
+    lib = torch()
+
+    def restore(module: Any, name: str, buffer: Any, before: Any) -> None:
+        if getattr(module, name) is not buffer or not lib.equal(buffer, before):
+            setattr(module, name, buffer.copy_(before))
+
+    for module in model.modules() if isinstance(model, lib.nn.Module) else ():
+        if not isinstance(module, lib.jit.ScriptModule):
+            for name, buffer in module.named_buffers(recurse=False):
+                stack.callback(restore, module, name, buffer, buffer.clone())
 
 
 def gradients_torch(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -93,6 +109,8 @@ def gradients_torch(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[st
     lib, model = torch(), side.model
     parameters = {name: x for name, x in model.named_parameters() if x.is_floating_point()}
     trained = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    stack = ExitStack()
+    _keep_buffers(model, stack)
     try:
         for parameter in parameters.values():
             parameter.requires_grad_(True)
@@ -106,6 +124,7 @@ def gradients_torch(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[st
             )
         gradients = lib.autograd.grad(total, list(parameters.values()), allow_unused=True)
     finally:
+        stack.close()
         for name, parameter in parameters.items():
             parameter.requires_grad_(trained[name])
     given = zip(parameters.values(), gradients, strict=True)
