@@ -1,6 +1,7 @@
 """A user's own pair of small models: modules, and functions with taps."""
 
 import copy
+import dataclasses
 import json
 import sys
 from collections import namedtuple
@@ -198,6 +199,47 @@ def test_each_run_of_a_model_with_a_state_begins_with_its_first_state():
     assert set(result.runs.values()) == {None}
     assert [int(x) for x in (theirs.calls, theirs.norm.num_batches_tracked, ours.calls[...])] == [0, 0, 0]
     assert not ours.norm.mean[...].any()
+
+
+@dataclasses.dataclass
+class Result:
+    states: object
+
+
+def test_injection_reaches_the_fields_of_a_dataclass(theirs):
+    class Theirs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Wrapped(theirs.net[0]), theirs.net[1]
+
+        def forward(self, x):
+            return self.second(self.first(x).states)
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return Result(self.layer(x))
+
+    class Ours(nnx.Module):
+        def __init__(self):
+            net = JaxNet(theirs)
+            self.first, self.second = OursWrapped(net.layers[0]), net.layers[1]
+
+        def __call__(self, x):
+            return self.second(self.first(x).states)
+
+    class OursWrapped(nnx.Module):
+        def __init__(self, layer):
+            self.layer = layer
+
+        def __call__(self, x):
+            return Result(self.layer(x) * 1.5)
+
+    result = compare(Theirs(), Ours(), X, inject=True)
+    assert [row.name for row in result.faults] == ["first[states]"]
 
 
 @pytest.mark.parametrize(("slope", "passes"), [(1e-12, True), (0.1, False)])

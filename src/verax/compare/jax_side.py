@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -62,7 +64,7 @@ def trace_jax(
             if other is not None:
                 given = jnp.asarray(other).astype(leaf.dtype)
                 replaced[id(leaf)] = given if axes is None else jnp.transpose(given, np.argsort(axes).tolist())
-        return jax.tree.map(lambda leaf: replaced.get(id(leaf), leaf), x) if replaced else x
+        return _with_replaced(x, replaced) if replaced else x
 
     recorder = Recorder(trace, record, inputs=side.inputs, without=side.without)
     args, kwargs = jax.tree.map(_to_jax, (side.args, dict(side.kwargs)))
@@ -158,6 +160,20 @@ def _to_jax(x: Any) -> Any:
             "smaller ones, or set jax_enable_x64"
         )
     return array
+
+
+def _with_replaced(x: Any, replaced: Mapping[int, Any]) -> Any:
+    """A structure in which some leaves, by their ids, are others. Dataclasses need not be known to JAX."""
+
+    def replace(leaf: Any) -> Any:
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return replaced.get(id(leaf), leaf)
+        other = copy.copy(leaf)
+        for member in dataclasses.fields(leaf):
+            object.__setattr__(other, member.name, _with_replaced(getattr(leaf, member.name), replaced))
+        return other
+
+    return jax.tree.map(replace, x)
 
 
 @contextlib.contextmanager
