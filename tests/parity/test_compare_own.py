@@ -20,6 +20,7 @@ from verax import cli
 from verax.compare import Case, Side, compare, compare_case, tap
 from verax.compare.cases import text as cases
 from verax.compare.outputs import compare_logits
+from verax.compare.trace import OUTPUT
 from verax.errors import InvalidParameterError
 
 SIZE = 8
@@ -199,6 +200,41 @@ def test_each_run_of_a_model_with_a_state_begins_with_its_first_state():
     assert set(result.runs.values()) == {None}
     assert [int(x) for x in (theirs.calls, theirs.norm.num_batches_tracked, ours.calls[...])] == [0, 0, 0]
     assert not ours.norm.mean[...].any()
+
+
+def test_layers_are_found_inside_of_nnx_transformations(theirs):
+    jitted = Side(JaxNet(theirs), (X,), call=nnx.jit(lambda model, x: model(x)))
+    result = compare(Side(theirs, (X,)), jitted, names=NAMES, guess=False)
+    assert [row.name for row in result.rows] == ["layers.0", "layers.1", "layers.2", "norm", OUTPUT]
+    assert result.passed
+    assert set(vars(jitted.model.norm)) == set(vars(JaxNet(theirs).norm))
+
+
+class Stacked(nnx.Module):
+    """`TorchNet` without its norm, with one module for all layers."""
+
+    def __init__(self, theirs):
+        self.layers = nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(0))
+        self.layers.kernel.set_value(jnp.stack([jnp.asarray(layer.weight.detach().numpy().T) for layer in theirs.net]))
+        self.layers.bias.set_value(jnp.stack([jnp.asarray(layer.bias.detach().numpy()) for layer in theirs.net]))
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layer):
+            return x + jnp.tanh(layer(x))
+
+        return run(x, self.layers)
+
+
+def test_stacked_layers_are_calls_of_one_layer(theirs):
+    def unnormed(model, x):
+        for layer in model.net:
+            x = x + torch.tanh(layer(x))
+        return x
+
+    result = compare(Side(theirs, (X,), call=unnormed), Side(Stacked(theirs), (X,)))
+    assert [str(pair) for pair in result.guessed] == ["layers = net.0", "layers#2 = net.1", "layers#3 = net.2"]
+    assert result.passed, result.failures
 
 
 @dataclasses.dataclass

@@ -25,6 +25,9 @@ from verax.errors import InvalidParameterError
 
 SCOPE = "module:"
 
+_PATH = "_verax_path"
+"""Attribute with a module's path while it runs: the copies that `nnx.jit` and `nnx.scan` make of a module have it."""
+
 Replace = Callable[[str, tuple[int, ...]], np.ndarray | None]
 """Replacement of a recorded value, by its name and shape; None leaves the value."""
 
@@ -192,19 +195,16 @@ def _unchanged(model: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _patched(model: Any, recorder: Recorder) -> Iterator[None]:
     """Context in which the calls of the model's modules report to the recorder."""
-    paths: dict[int, str] = {}
-    classes: list[type] = []
+    modules: dict[int, tuple[Any, str]] = {}
     if isinstance(model, nnx.Module):
         for path, node in nnx.iter_graph(model):
-            kind = type(node)
-            if path and isinstance(node, nnx.Pytree) and callable(node) and id(node) not in paths:
-                paths[id(node)] = ".".join(map(str, path))
-                classes.append(kind)
+            if path and isinstance(node, nnx.Pytree) and callable(node):
+                modules.setdefault(id(node), (node, ".".join(map(str, path))))
     running: list[int] = []
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            path = paths.get(id(self))
+            path = vars(self).get(_PATH)
             # A class that calls its parent's method is one module all the same.
             if path is None or (running and running[-1] == id(self)):
                 return original(self, *args, **kwargs)
@@ -221,7 +221,10 @@ def _patched(model: Any, recorder: Recorder) -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as stack:
-        for kind in dict.fromkeys(classes):
+        for node, path in modules.values():
+            vars(node)[_PATH] = path
+            stack.callback(vars(node).pop, _PATH)
+        for kind in dict.fromkeys(type(node) for node, _ in modules.values()):
             own = "__call__" in vars(kind)
             original = kind.__call__
             kind.__call__ = wrapped(original)
