@@ -126,6 +126,30 @@ def test_integers_that_jax_would_take_modulo_their_range_are_refused():
         compare(lambda x: x, lambda x: x, np.array([5, 2**40]))
 
 
+def test_sides_without_arguments_take_the_given_ones_and_others_are_refused(theirs):
+    result = compare(Side(theirs, without=("norm",)), JaxNet(theirs), X, names=NAMES)
+    assert result.left_out == ["norm"]
+    assert result.passed, result.failures
+    with pytest.raises(InvalidParameterError, match="args: both sides have arguments"):
+        compare(Side(theirs, (X,)), Side(JaxNet(theirs), (X,)), X, names=NAMES)
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+def test_what_is_not_a_model_of_its_side_is_refused(theirs, exchange):
+    if exchange:
+        with pytest.raises(InvalidParameterError, match=r"reference: .* PyTorch.* got JaxNet"):
+            compare(JaxNet(theirs), theirs, X)
+    with pytest.raises(InvalidParameterError, match=r"ours: .* JAX"):
+        compare(theirs, theirs if exchange else 3, X)
+
+
+@pytest.mark.parametrize("names", ["net", ("layers", "net"), 3])
+def test_names_that_are_not_a_table_are_refused(theirs, names):
+    with pytest.raises(InvalidParameterError, match="names: expected a dict"):
+        compare(theirs, JaxNet(theirs), X, names=names)
+    assert compare(theirs, JaxNet(theirs), X, names=[NAMES], guess=False).passed
+
+
 class TiedTorch(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -18,6 +18,7 @@ import numpy as np
 
 from verax.checkpoint.video.parts import Renaming
 from verax.compare.trace import OUTPUT, Trace, split_call, split_leaf
+from verax.errors import InvalidParameterError
 
 
 class Table(Protocol):
@@ -88,13 +89,14 @@ def translator(names: Names | None, there: Container[str]) -> Callable[[str], tu
     """A function from our path to the reference's paths, whose arrays are concatenated, and the way of the match.
 
     `names`: the tables. A path that no table translates may have the same name on both sides.
+
+    Raises:
+        InvalidParameterError: if the names are something else.
     """
-    if names is None:
-        tables: Sequence[Table] = ()
-    elif isinstance(names, Mapping):
-        tables = (Renaming(list(names.items())),)
-    else:
-        tables = tuple(names) if isinstance(names, Sequence) else (names,)
+    given = () if names is None else names if isinstance(names, tuple | list) else (names,)
+    tables = [Renaming(list(table.items())) if isinstance(table, Mapping) else table for table in given]
+    if wrong := next((table for table in tables if not hasattr(table, "forward")), None):
+        raise InvalidParameterError(f"names: expected a dict from our names to the reference's, got {wrong!r}")
 
     def translate(path: str) -> tuple[tuple[str, ...], str] | None:
         for table in tables:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
 from verax.checkpoint.formats.safetensors import SafetensorsFile
 from verax.compare.align import Names
@@ -71,13 +72,23 @@ def pair_case(
 
     `reference`, `ours`, `names`, `title`: as in `compare`. `args`, `kwargs`: arguments of both calls, where a model is
     not a `Side` with its own arguments.
+
+    Raises:
+        InvalidParameterError: if the sides are exchanged, one cannot be called, or both have arguments of their own.
     """
-
-    def side(given: Any) -> Callable[[str], Side]:
-        whole = given if isinstance(given, Side) else Side(given, args, kwargs)
-        return lambda dtype: whole
-
-    return Case(title, side(reference), side(ours), names)
+    sides = [given if isinstance(given, Side) else Side(given) for given in (reference, ours)]
+    if (args or kwargs) and all(side.args or side.kwargs for side in sides):
+        raise InvalidParameterError("args: both sides have arguments of their own, and would take no others")
+    theirs, mine = (side.model for side in sides)
+    callables = [callable(side.model) or side.call is not None for side in sides]
+    if isinstance(theirs, nnx.Module) or not callables[0]:
+        raise InvalidParameterError(
+            f"reference: expected PyTorch's model or function, first, got {type(theirs).__name__}"
+        )
+    if hasattr(mine, "named_parameters") or not callables[1]:
+        raise InvalidParameterError(f"ours: expected JAX's model or function, second, got {type(mine).__name__}")
+    whole = [side if side.args or side.kwargs else replace(side, args=args, kwargs=kwargs) for side in sides]
+    return Case(title, lambda dtype: whole[0], lambda dtype: whole[1], names)
 
 
 Shape = tuple[int | None, ...]
