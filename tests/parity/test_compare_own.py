@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 import sys
 from collections import namedtuple
 
@@ -395,6 +396,41 @@ def own(tmp_path, monkeypatch, capsys):
         return ended.value.code or 0, *capsys.readouterr()
 
     return run
+
+
+FUNCTIONS = """
+import numpy as np
+reference = ours = lambda x: x * 2
+inputs = {inputs}
+"""
+
+
+@pytest.mark.parametrize("inputs", ["np.ones((3, 2), np.float32)", "3.0", "[np.ones(2)]", "dict(x=np.ones(2))"])
+def test_one_input_needs_no_tuple(own, inputs):
+    assert own(text=FUNCTIONS.format(inputs=inputs))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("def reference(x): raise RuntimeError('of its own')", "RuntimeError: of its own"),
+        ("import nosuchmodule", "nosuchmodule"),
+        ("open('/nosuchfile')", "error: .*/nosuchfile"),
+        ("import sys; sys.exit(0)", "pair.py: it ended the program"),
+        ("ours = 3", "ours: expected"),
+    ],
+)
+def test_a_file_that_fails_is_not_a_difference(own, more, message):
+    status, _, err = own(text=FUNCTIONS.format(inputs="np.ones(2)") + more)
+    assert status == 2
+    assert re.search(message, err)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(own, tmp_path):
+    (tmp_path / "file").touch()
+    status, out, err = own("--output", tmp_path / "file" / "report", text="raise SystemExit")
+    assert (status, out) == (2, "")
+    assert "report cannot be made" in err
 
 
 @pytest.mark.parametrize(

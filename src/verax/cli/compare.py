@@ -6,6 +6,7 @@ import json
 import runpy
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 160
 """Columns where there is no terminal."""
 
-DIFFERENT = 1
-"""Exit status where the two sides are not equal."""
+DIFFERENT, NOT_COMPARED = 1, 2
+"""Exit statuses where the two sides are not equal, and where they could not be compared."""
 
 
 class _Group(TyperGroup):
@@ -146,8 +147,13 @@ def run_cases(
                 folder = output / name
                 written = write(result, folder) if isinstance(result, Comparison) else result.write(folder)
                 sys.stderr.write(f"written: {', '.join(map(str, written))}\n")
-    except VeraxError as error:
+    except (typer.BadParameter, BrokenPipeError):
+        raise
+    except (VeraxError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
+    except Exception as error:  # of the models' code too
+        traceback.print_exc()
+        raise typer.Exit(NOT_COMPARED) from error
     if as_json:
         records = [result.as_dict() for result in results]
         sys.stdout.write(json.dumps(records[0] if len(records) == 1 else records, indent=1) + "\n")
@@ -232,32 +238,39 @@ def own(
         verax compare own examples/compare_own_pair.py --inject
         verax compare own pair.py --inputs batch.npz --yes --output report
     """
-    run_cases([("", _case(file, given_inputs(inputs), run["dtype"]))], **run, confirm=partial(_confirm, yes=yes))
+    run_cases(_own(file, given_inputs(inputs), run["dtype"]), **run, confirm=partial(_confirm, yes=yes))
 
 
-def _case(file: Path, inputs: Inputs, dtype: str) -> Case:
-    """The case that the file defines, on the inputs given."""
+def _own(file: Path, inputs: Inputs, dtype: str) -> Iterator[tuple[str, Case]]:
+    """The case that the file defines, on the inputs given. The file is run when it is asked for."""
     from verax.compare import Case
     from verax.compare.case import pair_case
 
     if not file.is_file():
         raise typer.BadParameter(f"{file}: there is no such file")
     sys.path.insert(0, str(file.resolve().parent))  # as Python does for a script
-    names = runpy.run_path(str(file), run_name="verax_compare")
+    try:
+        names = runpy.run_path(str(file), run_name="verax_compare")
+    except SystemExit as ended:
+        raise typer.BadParameter(
+            f"{file}: it ended the program with {ended.code}, before anything was compared"
+        ) from ended
     if inputs.texts:
         raise typer.BadParameter("--inputs: models of your own take arrays, .npz or .safetensors")
     case = names.get("case")
     if isinstance(case, Case):
         if inputs.arrays:
             raise typer.BadParameter(f"--inputs: the case of {file} has inputs of its own")
-        return case
+        yield "", case
+        return
     if missing := [name for name in ("reference", "ours") if name not in names]:
         raise typer.BadParameter(f"{file}: it defines no {' and no '.join(missing)}; see verax compare own --help")
     if dtype != "float32":
         raise typer.BadParameter(f"--dtype: {file} defines no `case`, which makes both sides in a dtype")
     given = inputs.arrays or names.get("inputs", ())
-    args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(given), {})
-    return pair_case(names["reference"], names["ours"], *args, names=names.get("names"), title=file.stem, **kwargs)
+    args = () if isinstance(given, Mapping) else given if isinstance(given, tuple | list) else (given,)
+    kwargs = given if isinstance(given, Mapping) else {}
+    yield "", pair_case(names["reference"], names["ours"], *args, names=names.get("names"), title=file.stem, **kwargs)
 
 
 def _confirm(alignment: Alignment, *, yes: bool) -> None:

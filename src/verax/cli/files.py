@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -72,9 +73,15 @@ def check_output(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Check that a folder of results can be written."""
+    """Make a folder of results, and check that it can be written."""
     if path.exists() and not path.is_dir():
         raise typer.BadParameter(f"{path} is a file; a folder is written")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"--output: {path} cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"--output: {path} cannot be written to")
 
 
 def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile[R]:
