@@ -93,6 +93,20 @@ def test_inputs_and_watched_functions_are_recorded_and_the_class_is_left_as_it_w
     assert Scale.__call__ is plain
 
 
+def test_the_input_of_a_module_may_be_given_by_name():
+    class Caller(nnx.Module):
+        def __init__(self):
+            self.scale = Scale(3)
+
+        def __call__(self, x):
+            return self.scale(x=x + 1)
+
+    side = Side(Caller(), (X,), inputs=("^scale$",))
+    np.testing.assert_array_equal(trace_jax(side)["scale.input"], X + 1)
+    replaced = trace_jax(side, replace=lambda name, shape: X if name == "scale.input" else None)
+    np.testing.assert_array_equal(replaced[OUTPUT], 3 * X)
+
+
 def test_a_plain_function_is_traced_by_its_taps():
     def function(x):
         return tap("double", 2 * x) + 1

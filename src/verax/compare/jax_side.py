@@ -211,8 +211,11 @@ def _patched(model: Any, recorder: Recorder) -> Iterator[None]:
             running.append(id(self))
             try:
                 with recorder.module(path), jax.named_scope(SCOPE + path):
-                    if args and recorder.wants_input():
+                    if recorder.wants_input() and args:
                         args = (recorder.value("input", args[0]), *args[1:])
+                    elif recorder.wants_input() and kwargs:
+                        first = next(iter(kwargs))
+                        kwargs[first] = recorder.value("input", kwargs[first])
                     result = original(self, *args, **kwargs)
                     return recorder.value("", result)
             finally:
