@@ -144,7 +144,7 @@ def test_what_is_not_a_model_of_its_side_is_refused(theirs, exchange):
         compare(theirs, theirs if exchange else 3, X)
 
 
-@pytest.mark.parametrize("names", ["net", ("layers", "net"), 3])
+@pytest.mark.parametrize("names", ["net", "", ("layers", "net"), 3])
 def test_names_that_are_not_a_table_are_refused(theirs, names):
     with pytest.raises(InvalidParameterError, match="names: expected a dict"):
         compare(theirs, JaxNet(theirs), X, names=names)

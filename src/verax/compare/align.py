@@ -93,10 +93,11 @@ def translator(names: Names | None, there: Container[str]) -> Callable[[str], tu
     Raises:
         InvalidParameterError: if the names are something else.
     """
-    given = () if names is None else names if isinstance(names, tuple | list) else (names,)
+    given: Any = () if names is None else names if isinstance(names, tuple | list) else (names,)
     tables = [Renaming(list(table.items())) if isinstance(table, Mapping) else table for table in given]
-    if wrong := next((table for table in tables if not hasattr(table, "forward")), None):
-        raise InvalidParameterError(f"names: expected a dict from our names to the reference's, got {wrong!r}")
+    for table in tables:
+        if not hasattr(table, "forward"):
+            raise InvalidParameterError(f"names: expected a dict from our names to the reference's, got {table!r}")
 
     def translate(path: str) -> tuple[tuple[str, ...], str] | None:
         for table in tables:

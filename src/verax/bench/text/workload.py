@@ -88,10 +88,11 @@ def make_workload(settings: TextSettings, vocab_size: int, tokenizer: Tokenizer 
     usual_count, usual_temperature = USUAL[name]
     count = settings.requests or usual_count
     tokens = lambda size: tuple(rng.integers(3, vocab_size, size).tolist())
-    max_tokens = (settings.max_tokens,) * count
+    max_tokens = (settings.max_tokens or 1,) * count  # replaced where the workload has lengths of its own
     if name == "nano-vllm":
         dice, highest = random.Random(0), min(10000, vocab_size - 1)
-        length = lambda: max(1, round(dice.randint(100, 1024) * settings.scale))
+        scale = settings.scale or 1.0
+        length = lambda: max(1, round(dice.randint(100, 1024) * scale))
         prompts = tuple(tuple(dice.randint(0, highest) for _ in range(length())) for _ in range(count))
         max_tokens = tuple(length() for _ in range(count))
     elif name == "prompt":
