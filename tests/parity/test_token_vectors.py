@@ -17,7 +17,8 @@ from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from tests.parity.test_encoders import save
 from tests.support.tiny_encoder import random_sentences
 from verax import Encoder, Reranker
-from verax.embed.token_encoder import maxsim
+from verax.checkpoint import Checkpoint
+from verax.embed.token_encoder import is_token_model, maxsim
 from verax.errors import InvalidParameterError, UnsupportedModelError
 
 DOCUMENTS = [*random_sentences(12, seed=4, most=30), "the cat . ? . sat"]
@@ -77,8 +78,9 @@ def test_token_vectors_are_those_of_sentence_transformers(family, changes, expan
         multi_vector.modules.MultiVectorMask([".", "?"]),
         Normalize(**TOKENS),
     ]
-    prompts = {"query": "the ", "document": "a "}
-    MultiVectorEncoder(modules=modules, prompts=prompts).save_pretrained(str(tmp_path / "saved"))
+    options = dict(prompts={"query": "the ", "document": "a "})
+    options["similarity_fn_name"] = "meanmaxsim" if expansion == "floor" else None
+    MultiVectorEncoder(modules=modules, **options).save_pretrained(str(tmp_path / "saved"))
     assert_same(tmp_path / "saved")
 
 
@@ -92,7 +94,9 @@ def dense(folder):
     path.write_text(json.dumps({key: config[key] for key in ("in_features", "out_features", "bias")}))
 
 
-@pytest.mark.parametrize("changes", [{}, {"do_query_expansion": False, "skiplist_words": ["cat"]}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"do_query_expansion": False, "skiplist_words": ["cat"]}, {"model_type": None, "prompts": {}}]
+)
 def test_folders_of_pylate_are_read(changes, tmp_path):
     save(tmp_path, "Bert")
     with_markers(tmp_path)
@@ -107,8 +111,10 @@ def test_folders_of_pylate_are_read(changes, tmp_path):
     model = dict(
         model_type="ColBERT", query_prefix="[unused0] ", document_prefix="[Q] ", query_length=18, document_length=25
     )
-    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({**model, **changes}))
+    model = {key: value for key, value in {**model, **changes}.items() if value is not None}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(model))
     assert_same(tmp_path)
+    assert is_token_model(tmp_path, Checkpoint.open(tmp_path))
 
 
 def test_folders_of_colbert_ir_are_read(tmp_path):

@@ -86,11 +86,19 @@ class TokenSettings:
     """True if the checkpoint itself has the Dense layer, as `linear.weight`."""
     normalizes: bool = False
     """True if vectors have length 1 although no module says so."""
+    averages: bool = False
+    """True if a score is the mean over the query's vectors, not their sum (`meanmaxsim`)."""
 
 
 def is_token_model(folder: Path, opened: Checkpoint) -> bool:
     """True if a folder holds a model of token vectors, by its files."""
-    return read_json(folder / MODEL_FILE, optional=True).get("model_type") in TOKEN_MODELS or _is_colbert(opened)
+    model = read_json(folder / MODEL_FILE, optional=True)
+    return model.get("model_type") in TOKEN_MODELS or _is_pylate(model) or _is_colbert(opened)
+
+
+def _is_pylate(model: Mapping[str, Any]) -> bool:
+    """True for PyLate's config_sentence_transformers.json, which names no model_type before sentence-transformers 5."""
+    return model.get("model_type", "ColBERT" if "query_prefix" in model else None) == "ColBERT"
 
 
 def _is_colbert(opened: Checkpoint) -> bool:
@@ -119,9 +127,9 @@ def read_token_settings(folder: Path, opened: Checkpoint) -> TokenSettings:
             normalizes=True,
         )
     tokens = read_transformer_file(opened.folder, "feature-extraction", tokens=True)
-    if model.get("model_type") == "ColBERT":
+    if _is_pylate(model):
         return _pylate(model, prompts, tokens)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"averages": model.get("similarity_fn_name") == "meanmaxsim"}
     for entry in list_modules(folder):
         if entry.kind == "MultiVectorMask":
             config = read_json(entry.folder / "config.json", optional=True)
@@ -326,7 +334,8 @@ class TokenEncoder(Encoder):
     ) -> Float32[np.ndarray, "n"]:
         """MaxSim of a query with each document, in their order; a better answer has a higher score.
 
-        `truncated` counts the query too, if it lost its end.
+        It is divided by the number of the query's vectors where the files say so (`meanmaxsim`). `truncated` counts
+        the query too, if it lost its end.
         """
         # The modules of a model of token vectors say whether these have length 1.
         options: dict[str, Any] = {"batch_size": batch_size, "show_progress": show_progress}
@@ -335,7 +344,8 @@ class TokenEncoder(Encoder):
         of_query = self.truncated
         vectors = self.encode_document(check_texts(documents, "documents"), **options)
         self.truncated += of_query
-        return np.asarray([maxsim(one, vector) for vector in vectors], np.float32)
+        scores = np.asarray([maxsim(one, vector) for vector in vectors], np.float32)
+        return scores / max(len(one), 1) if self.token_settings.averages else scores
 
     def rank(
         self, query: str, documents: Iterable[str], top_k: int | None = None, **options: Any
