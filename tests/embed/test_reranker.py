@@ -200,6 +200,10 @@ def test_files_of_a_scoring_language_model_that_are_not_supported_are_named(chat
         (lambda r: r.score(QUERY, DOCUMENTS, batch_size=0), "batch_size: expected a whole number of at least 1"),
         (lambda r: r.rank(QUERY, DOCUMENTS, 0), "top_k: expected a whole number of at least 1, got 0"),
         (lambda r: r.score_tokens([Tokens([2, 3]), Tokens([4] * 65)]), r"expected 1 to 64 tokens .*, got 65 at 1"),
+        (lambda r: r.score_tokens([Tokens([2, 60, 3])]), "pairs: expected numbers from 0 to 59 at 0"),
+        (lambda r: r.score_tokens([Tokens([2, 4.5, 3])]), "pairs: expected numbers from 0 to 59 at 0"),
+        (lambda r: r.score_tokens([Tokens([2, 4, 3], [0])]), "pairs: expected a type for each"),
+        (lambda r: r.tokenize(QUERY, "a cat"), "documents: expected a list of texts"),
         (lambda r: r.tokenize(QUERY, DOCUMENTS, max_length=4), "max_length: 4 tokens leave none for each text"),
     ],
 )

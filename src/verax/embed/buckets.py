@@ -328,6 +328,19 @@ def check_texts(texts: Any, name: str) -> list[str]:
     return checked
 
 
+def check_tokens(ids: Any, most: int, vocabulary: int, number: int, name: str) -> list[int]:
+    """Token ids of a text as a list, if they are 1 to `most` numbers below `vocabulary`; `number` is the text's."""
+    if not isinstance(ids, Iterable):
+        raise InvalidParameterError(f"{name}: expected a list of tokens for each sentence, got {ids!r} at {number}")
+    given = list(ids)
+    if not 0 < len(given) <= most:
+        raise InvalidParameterError(f"{name}: expected 1 to {most} tokens (max_length), got {len(given)} at {number}")
+    array = np.asarray(given)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= vocabulary:
+        raise InvalidParameterError(f"{name}: expected numbers from 0 to {vocabulary - 1} at {number}")
+    return given
+
+
 QUANTIZATIONS = {"int8": "w8a8"}
 """Names that `Encoder` and `Reranker` take, and the loader's for them."""
 

@@ -25,6 +25,7 @@ from verax.embed.buckets import (
     Tokens,
     check_batch_size,
     check_texts,
+    check_tokens,
     compiled,
     load_for_calls,
     run_jobs,
@@ -300,22 +301,8 @@ class Encoder:
         Raises:
             InvalidParameterError: for no tokens, more than `max_length`, or one that is not in the vocabulary.
         """
-        sentences: list[list[int]] = []
-        size = self.model_config.vocab_size
-        for number, given in enumerate(token_ids):
-            if not isinstance(given, Iterable):
-                raise InvalidParameterError(
-                    f"token_ids: expected a list of tokens for each sentence, got {given!r} at {number}"
-                )
-            sentences.append(ids := list(given))
-            if not 0 < len(ids) <= self.max_length:
-                raise InvalidParameterError(
-                    f"token_ids: expected 1 to {self.max_length} tokens (max_length), got {len(ids)} at {number}"
-                )
-            array = np.asarray(ids)
-            if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= size:
-                raise InvalidParameterError(f"token_ids: expected numbers from 0 to {size - 1} at {number}")
-        return sentences
+        limits = self.max_length, self.model_config.vocab_size
+        return [check_tokens(ids, *limits, number, "token_ids") for number, ids in enumerate(token_ids)]
 
     def check_dimensions(self, dimensions: int | None) -> int:
         """Number of dimensions that `encode` gives for this argument.

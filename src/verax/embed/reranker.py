@@ -23,6 +23,7 @@ from verax.embed.buckets import (
     Tokens,
     check_batch_size,
     check_texts,
+    check_tokens,
     compiled,
     load_for_calls,
     run_jobs,
@@ -466,7 +467,7 @@ class Reranker:
 
         def tokenize(chunk: Sequence[int]) -> list[Tokens]:
             chosen = [texts[i] for i in chunk]
-            tokenized = self.tokenize(query, chosen, instruction=instruction, prompt=before)
+            tokenized = self._scorer.tokenize(query, chosen, before, instruction, self.max_length)
             self.truncated += sum(pair.left_out > 0 for pair in tokenized)
             return tokenized
 
@@ -504,8 +505,10 @@ class Reranker:
             max_length: tokens that are kept of a pair; at most, and by default, `Reranker.max_length`.
 
         Raises:
-            InvalidParameterError: if `max_length` leaves no token for a text, or the model reads no instruction.
+            InvalidParameterError: if `documents` are not texts, `max_length` leaves no token for a text, or the model
+                reads no instruction.
         """
+        documents = check_texts(documents, "documents")
         self._check_instruction(instruction)
         limit = self.max_length if max_length is None else min(max_length, self.max_length)
         before = self._prompts.text(None) if prompt is None else prompt
@@ -518,14 +521,14 @@ class Reranker:
             batch_size: as in `score`.
 
         Raises:
-            InvalidParameterError: for a pair of no tokens, or of more than `max_length`.
+            InvalidParameterError: for a pair of no tokens, more than `max_length`, or one beyond the vocabulary.
         """
         check_batch_size(batch_size)
+        limits = self.max_length, self.model_config.vocab_size
         for number, pair in enumerate(pairs):
-            if not 0 < len(pair.ids) <= self.max_length:
-                raise InvalidParameterError(
-                    f"pairs: expected 1 to {self.max_length} tokens (max_length), got {len(pair.ids)} at {number}"
-                )
+            check_tokens(pair.ids, *limits, number, "pairs")
+            if pair.types is not None and len(pair.types) != len(pair.ids):
+                raise InvalidParameterError(f"pairs: expected a type for each of the tokens at {number}")
         jobs = self._buckets(batch_size).jobs(pairs)
         return self._run(jobs, len(pairs), show_progress=False)
 
