@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import safetensors.torch
 import scipy.sparse
 
 torch = pytest.importorskip("torch")
@@ -46,6 +47,31 @@ def test_weights_are_the_largest_of_the_masked_language_model(family, changes, t
     (best,) = encoder.decode(ours[[0]], top_k=1)
     token = tokenizer.convert_ids_to_tokens(int(expected[0].argmax())) or ""
     assert best == [(token, pytest.approx(expected[0].max()))]
+
+
+HEADS = {
+    "Bert": "cls.predictions.decoder",
+    **dict.fromkeys(("XLMRoberta", "MPNet"), "lm_head.decoder"),
+    "DistilBert": "vocab_projector",
+    "ModernBert": "decoder",
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", HEADS)
+def test_a_head_that_differs_from_the_embeddings_is_used(family, tied, tmp_path):
+    theirs = save(tmp_path, family, "ForMaskedLM", tie_word_embeddings=tied)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    for name in ("weight", "bias"):
+        like = theirs.get_parameter(f"{HEADS[family]}.{name}")
+        weights[f"{HEADS[family]}.{name}"] = torch.randn(like.shape, generator=torch.Generator().manual_seed(1))
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = type(theirs).from_pretrained(tmp_path).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    with torch.no_grad():
+        logits = theirs(**tokenizer("the cat sat", return_tensors="pt", return_token_type_ids=False)).logits[0]
+    ours = Encoder(tmp_path, output="sparse").encode("the cat sat")
+    assert relative(ours.toarray()[0], torch.log1p(torch.relu(logits)).amax(dim=0).numpy()) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -345,11 +345,9 @@ def masked_lm(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     Its instances are called as encoders, and give logits of the vocabulary `[B, T, V]` at each token.
 
     Raises:
-        UnsupportedModelError: for another `model_type`, naming those that verax has, or for a head of its own matrix.
+        UnsupportedModelError: for another `model_type`, naming those that verax has.
     """
     kind = _kind(config, "model_type", _MASKED_LMS, "masked language models")
-    if not read_value(config, "tie_word_embeddings", bool, True):
-        raise UnsupportedModelError(f"{file_of(config)}: tie_word_embeddings False is not supported; True is")
     model, read = _MASKED_LMS[kind]
     return model, read.from_hf(config)
 

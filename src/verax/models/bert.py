@@ -78,6 +78,8 @@ class BertConfig:
     """Numbers in an embedding of ELECTRA, where that is another size; 0 for `hidden_size`."""
     relative_attention_num_buckets: Count = 0
     """Rows of MPNet's table of relative positions, whose numbers are added to the scores; 0 without such a table."""
+    tie_word_embeddings: bool = True
+    """False where the head of pre-training has a matrix of its own for its logits."""
 
     has_position_table: ClassVar[bool] = True
     """True if a table has an embedding of each position."""
@@ -94,7 +96,7 @@ class BertConfig:
                 f"{family} with {what} is not supported; only encoders with absolute positions are"
             )
         if family == "distilbert":
-            names = [*_DISTILBERT, "vocab_size", "max_position_embeddings"]
+            names = [*_DISTILBERT, "vocab_size", "max_position_embeddings", "tie_word_embeddings"]
             read = cls(**read_fields(config, cls, names, _DISTILBERT), type_vocab_size=0)
             check_multiple(config, dim=read.hidden_size, n_heads=read.num_attention_heads)
         else:
@@ -117,7 +119,7 @@ class BertConfig:
 
 
 _FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act")
-_FIELDS += ("layer_norm_eps", "max_position_embeddings", "type_vocab_size")
+_FIELDS += ("layer_norm_eps", "max_position_embeddings", "type_vocab_size", "tie_word_embeddings")
 _DISTILBERT = {"hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers"}
 _DISTILBERT |= {"num_attention_heads": "n_heads", "hidden_act": "activation"}
 """Names of DistilBERT's keys."""
@@ -382,7 +384,7 @@ class DistilBertModel(BertModel):
 
 
 class MaskedLMHead(nnx.Module):
-    """Logits of the vocabulary at each token, by the word embeddings."""
+    """Logits of the vocabulary at each token, by the word embeddings or a matrix of its own."""
 
     def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         # RoBERTa's and MPNet's heads have GELU, whatever the layers have.
@@ -390,19 +392,24 @@ class MaskedLMHead(nnx.Module):
         self.dense = Linear(config.hidden_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
         self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
         self.bias = nnx.Param(jnp.zeros(config.vocab_size, dtype))
+        sizes = config.vocab_size, config.hidden_size
+        self.decoder = None if config.tie_word_embeddings else Embedding(*sizes, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], embeddings: Embedding) -> Float[Array, "B T V"]:
-        return embeddings.attend(self.norm(self.activation(self.dense(x)))) + self.bias[...].astype(jnp.float32)
+        decoder = embeddings if self.decoder is None else self.decoder
+        return decoder.attend(self.norm(self.activation(self.dense(x)))) + self.bias[...].astype(jnp.float32)
 
 
 class BertForMaskedLM(BertModel):
     """BERT or RoBERTa with its head of pre-training, from tokens to logits of the vocabulary."""
 
-    ignored_weights = (*BertModel.ignored_weights, r"decoder\.(weight|bias)$", r"^cls\.seq_relationship\.")
-    """Patterns of keys that are not loaded, among them the tied copies of the embeddings and the bias."""
+    tied_weights: ClassVar[Mapping[str, str]] = {"head.decoder.weight": "embeddings.word_embeddings.weight"}
+    """Key of the head's matrix, and of the embeddings that it is where config.json has them tied."""
 
     key_aliases = (
-        (r"^head\.(bias)$", r"cls.predictions.\1"),
+        (r"^head\.bias$", "cls.predictions.decoder.bias"),
+        (r"^head\.bias$", "lm_head.decoder.bias"),
+        (r"^head\.(bias|decoder)", r"cls.predictions.\1"),
         (r"^head\.dense", "cls.predictions.transform.dense"),
         (r"^head\.norm", "cls.predictions.transform.LayerNorm"),
         (r"^head\.norm\.weight$", "cls.predictions.transform.LayerNorm.gamma"),
@@ -435,12 +442,13 @@ class DistilBertForMaskedLM(BertForMaskedLM):
     """DistilBERT with its head of pre-training."""
 
     ignored_weights = (r"^vocab_projector\.weight$", r"position_ids$")
-    """Patterns of keys that are not loaded: the tied copy of the embeddings, a constant of old checkpoints."""
+    """Patterns of keys that are not loaded: a tied copy of the embeddings, a constant of old checkpoints."""
 
     key_aliases = (
         (r"^head\.dense", "vocab_transform"),
         (r"^head\.norm", "vocab_layer_norm"),
         (r"^head\.bias", "vocab_projector.bias"),
+        (r"^head\.decoder", "vocab_projector"),
         *DistilBertModel.key_aliases,
     )
     """DistilBERT's names of the weights."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -61,6 +61,8 @@ class ModernBertConfig:
     classifier_bias: bool = False
     classifier_activation: str = "gelu"
     decoder_bias: bool = True
+    tie_word_embeddings: bool = True
+    """False where the head of pre-training has a matrix of its own for its logits."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModernBertConfig:
@@ -82,7 +84,7 @@ _FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("hidden_activation", "norm_eps", "norm_bias", "attention_bias", "mlp_bias", "max_position_embeddings"),
     *("local_attention", "classifier_pooling", "classifier_bias", "classifier_activation"),
-    "decoder_bias",
+    *("decoder_bias", "tie_word_embeddings"),
 )
 
 
@@ -232,8 +234,11 @@ class ModernBertPredictionHead(nnx.Module):
 class ModernBertForMaskedLM(ModernBertModel):
     """ModernBERT with its head of pre-training, from tokens to logits of the vocabulary."""
 
-    ignored_weights = (r"^decoder\.weight$",)
-    """Patterns of keys that are not loaded: the tied copy of the embeddings."""
+    tied_weights: ClassVar[Mapping[str, str]] = {"decoder.weight": "embeddings.tok_embeddings.weight"}
+    """Key of the logits' matrix, and of the embeddings that it is where config.json has them tied."""
+
+    ignored_weights: ClassVar[tuple[str, ...]] = ()
+    """Patterns of keys that are not loaded: none."""
 
     key_aliases = (*ModernBertModel.key_aliases, (r"^decoder_bias$", "decoder.bias"))
     """Other keys of the same weights: the encoder's, and the name of the logits' bias."""
@@ -241,13 +246,16 @@ class ModernBertForMaskedLM(ModernBertModel):
     def __init__(self, config: ModernBertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
         self.head = ModernBertPredictionHead(config, dtype=dtype, rngs=rngs)
+        sizes = config.vocab_size, config.hidden_size
+        self.decoder = None if config.tie_word_embeddings else Embedding(*sizes, dtype=dtype, rngs=rngs)
         self.decoder_bias = nnx.Param(jnp.zeros(config.vocab_size, dtype)) if config.decoder_bias else None
 
     def __call__(
         self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T V"]:
         """Logits, float32. The arguments are as in `ModernBertModel`."""
-        logits = self.embeddings.tok_embeddings.attend(self.head(super().__call__(tokens, sentences)))
+        decoder = self.embeddings.tok_embeddings if self.decoder is None else self.decoder
+        logits = decoder.attend(self.head(super().__call__(tokens, sentences)))
         return logits if self.decoder_bias is None else logits + self.decoder_bias[...].astype(jnp.float32)
 
 
