@@ -126,6 +126,7 @@ def test_only_the_files_of_a_checkpoint_are_asked_for(calls, tmp_path):
         "quantize_config.json",
         "quant_config.json",
         "hf_quant_config.json",
+        "adapter_config.json",
         "model.safetensors",
         "model-00001-of-00002.safetensors",
         "model.safetensors.index.json",
@@ -140,6 +141,7 @@ def test_only_the_files_of_a_checkpoint_are_asked_for(calls, tmp_path):
         "modules.json",
         "sentence_bert_config.json",
         "config_sentence_transformers.json",
+        "artifact.metadata",
     ]
     unwanted = ["pytorch_model.bin", "README.md", "original/model.safetensors", "onnx/config.json", "model.gguf"]
     unwanted += ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]

@@ -22,8 +22,8 @@ TOKENIZER_FILES = (
 )
 """Patterns of the files of a tokenizer, in every published form."""
 
-SENTENCE_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json")
-"""Patterns of sentence-transformers' settings: how a model's states become a vector, and prompts."""
+SENTENCE_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "artifact.metadata")
+"""Patterns of sentence-transformers' settings, how a model's states become a vector, and prompts; and of ColBERT's."""
 
 _MODULE_FILES = ("*.json", "*.safetensors", "pytorch_model.bin", *TOKENIZER_FILES)
 """Patterns of the files of a module that modules.json lists, in its folder."""
