@@ -73,6 +73,7 @@ FAMILIES = {
     "NomicBert": PLAIN,
     "Gte": PLAIN,
     "JinaEmbeddingsV3": PLAIN,
+    "EuroBert": dict(PLAIN, num_key_value_heads=2, max_position_embeddings=300, pad_token_id=0),
 }
 """Settings of transformers' configurations, by the beginnings of their names."""
 
@@ -204,7 +205,8 @@ HEADS = dict.fromkeys(("Bert", "ModernBert", "MPNet", "DistilBert", "NomicBert",
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [*HEADS.items(), ("Qwen3", "ForCausalLM"), ("Gte", "ForTokenClassification")]
+    ("family", "kind"),
+    [*HEADS.items(), ("Qwen3", "ForCausalLM"), ("EuroBert", "ForMaskedLM"), ("Gte", "ForTokenClassification")],
 )
 def test_a_language_model_or_a_model_with_a_head_is_an_encoder_without_it(family, kind, tmp_path):
     theirs = save(tmp_path, family, kind)

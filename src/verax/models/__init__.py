@@ -116,6 +116,7 @@ _ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
     **dict.fromkeys(("gte", "new"), (rotary_bert.GteModel, rotary_bert.GteConfig)),
     "jina_embeddings_v3": (rotary_bert.JinaV3Model, rotary_bert.JinaV3Config),
     "jina_bert": (jina_bert.JinaBertModel, jina_bert.JinaBertConfig),
+    "eurobert": (qwen3.Qwen3ForCausalLM, qwen3.Qwen3Config),
     "lam": (lam.LamModel, lam.LamConfig),
 }
 
@@ -254,7 +255,8 @@ def is_causal(config: Mapping[str, Any]) -> bool:
     """False for a language model whose tokens see those after them: an encoder, by its config.json."""
     text = JsonObject(read_value(config, "text_config", dict, None) or config, file_of(config))
     both = read_value(text, "use_bidirectional_attention", bool | Literal["all", "vision"], False)
-    return read_value(text, "is_causal", bool, True) and both in (False, "vision")  # which is of images' tokens
+    default = text.get("model_type") != "eurobert"  # a Llama otherwise
+    return read_value(text, "is_causal", bool, default) and both in (False, "vision")  # which is of images' tokens
 
 
 def _causal(config: Mapping[str, Any]) -> JsonObject:
@@ -286,9 +288,11 @@ def encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
                 "true, or false if its tokens attend to those after them"
             )
         model, sizes = causal_lm(config if is_causal(config) else _causal(config))
-        return model, sizes if sizes.tie_word_embeddings else replace(sizes, tie_word_embeddings=True)
-    model, read = _ENCODERS[_BY_POSITIONS.get((kind, str(config.get("position_embedding_type"))), kind)]
-    return model, read.from_hf(config)
+    else:
+        model, read = _ENCODERS[_BY_POSITIONS.get((kind, str(config.get("position_embedding_type"))), kind)]
+        sizes = read.from_hf(config)
+    # Without its head, which encoders do not call.
+    return model, sizes if getattr(sizes, "tie_word_embeddings", True) else replace(sizes, tie_word_embeddings=True)
 
 
 def hidden_states(

@@ -109,7 +109,7 @@ class Qwen3Config:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen3Config:
-        """Read a config.json of `model_type` qwen3, qwen2, llama or mistral, or the text part of a qwen3_vl one.
+        """Read a config.json of `model_type` qwen3, qwen2, llama, mistral or eurobert, or a qwen3_vl one's text part.
 
         A text's positions are equal along all axes of Qwen3-VL's rotation, which is the plain one then.
         """
@@ -166,7 +166,7 @@ def decoder_fields(
         **sizes,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=read_value(config, "rms_norm_eps", Epsilon, 1e-6),
+        rms_norm_eps=read_value(config, "rms_norm_eps", Epsilon, 1e-5 if family == "eurobert" else 1e-6),
         rotary=rotary,
         tie_word_embeddings=read_value(config, "tie_word_embeddings", bool, False),
         max_position_embeddings=longest,
