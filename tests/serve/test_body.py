@@ -2,6 +2,7 @@
 
 import logging
 import time
+from typing import Literal
 
 import msgspec
 import pytest
@@ -16,11 +17,21 @@ class Item(msgspec.Struct):
     tags: list[str] | None = None
 
 
+class Sun(msgspec.Struct, tag="sun"):
+    hours: int
+
+
+class Rain(msgspec.Struct, tag="rain"):
+    strength: Literal["light", "strong"]
+
+
 class Body(msgspec.Struct):
     messages: list[Item]
     n: int | None = None
     temperature: float | None = None
     anything: object = None
+    sky: str | list[Sun | Rain] | None = None
+    unit: Literal["mm", "inch"] | list[Item] | None = None
 
 
 @pytest.mark.parametrize(
@@ -60,6 +71,21 @@ def test_reading_hostile_text_takes_time_that_is_linear_in_it():
         with pytest.raises(ApiError):
             parse_json(b"[" * 100 + b'"' + text)
     assert time.process_time() - begin < 20
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "choices"),
+    [
+        ("sky", [{"type": "sun", "hours": 1}, {"type": "snow"}], ("sun", "rain")),
+        ("sky", [{"type": "rain", "strength": "strange"}], ("light", "strong")),
+        ("unit", "cm", ("mm", "inch")),
+    ],
+)
+def test_the_error_of_a_wrong_choice_names_the_right_ones(field, value, choices):
+    with pytest.raises(ApiError) as caught:
+        decode(Body, {"messages": [], field: value})
+    assert caught.value.param.startswith(field)
+    assert all(choice in caught.value.message for choice in choices)
 
 
 def test_null_is_an_absent_field():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,6 +35,8 @@ _NOTHING = (False, "", "false", [], {})
 _LONGEST_NAME = 64
 
 _MOST_NAMES = 1000
+
+_type_info = functools.cache(msgspec.inspect.type_info)
 
 _log = logging.getLogger("verax.serve")
 
@@ -73,7 +76,7 @@ def decode(kind: type[T], body: bytes | Mapping[str, Any]) -> T:
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise _wrong_field(str(error)) from error
+        raise _wrong_field(str(error), kind) from error
     except (OverflowError, RecursionError) as error:
         raise ApiError(400, f"body: {error}") from error
 
@@ -122,7 +125,7 @@ def _out_of_range(body: bytes, kind: type[msgspec.Struct] | None, error: Excepti
     return _wrong_field(str(error).replace("$[...]", "$"))
 
 
-def _wrong_field(problem: str) -> ApiError:
+def _wrong_field(problem: str, kind: type[msgspec.Struct] | None = None) -> ApiError:
     match = _PATH.match(problem)
     assert match is not None
     what, path = match["what"], (match["path"] or "").lstrip(".")
@@ -131,7 +134,35 @@ def _wrong_field(problem: str) -> ApiError:
         what = "it is missing"
     what = what.replace(" | null`", "`").replace("`", "")
     param = path or "body"
+    if kind is not None and what.startswith("Invalid") and (choices := _choices(kind, path)):
+        what += f", expected {', '.join(choices)}"
     return field_error(param, f"{what[0].lower()}{what[1:]}")
+
+
+def _choices(kind: type[msgspec.Struct], path: str) -> list[str]:
+    """Values that a field may have, if only some are right, such as the tags of Structs.
+
+    `path`: the field's path in an error, such as `messages[0].role`.
+    """
+    at: list[Any] = [_type_info(kind)]
+    for name, item in re.findall(r"(\w+)|(\[)", re.sub(r"\[[^]]*]", "[", path)):
+        below: list[Any] = []
+        for declared in _members(at):
+            if item and isinstance(declared, msgspec.inspect.ListType):
+                below.append(declared.item_type)
+            elif name and isinstance(declared, msgspec.inspect.StructType):
+                below += [field.type for field in declared.fields if field.encode_name == name]
+                below += [msgspec.inspect.LiteralType((declared.tag,))] if declared.tag_field == name else []
+        at = below
+    values = [declared.values for declared in _members(at) if isinstance(declared, msgspec.inspect.LiteralType)]
+    return [str(value) for value in sum(values, ())]
+
+
+def _members(declared: Iterable[Any]) -> Iterator[Any]:
+    """Types without the metadata around them, and each type of a union by itself."""
+    for one in declared:
+        inner = one.type if isinstance(one, msgspec.inspect.Metadata) else one
+        yield from _members(inner.types) if isinstance(inner, msgspec.inspect.UnionType) else (inner,)
 
 
 def _report_unknown(name: object) -> None:
