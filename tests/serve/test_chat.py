@@ -189,6 +189,8 @@ def test_prompt_logprobs_are_for_whole_answers(api):
         ({"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [*USER, {"role": "assistant", "content": "a", "prefix": True}]}, "messages[1].prefix"),
+        ({"messages": [*USER, {"role": "assistant", "content": "a", "partial": True}]}, "messages[1].partial"),
+        ({"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "messages[0].images"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "assistant", "audio": {"id": "a"}}, *USER]}, "messages[0].audio"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),

@@ -92,6 +92,10 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     """The one call of an answer, as OpenAI's API had it before tools."""
     prefix: bool | None = None
     """True to continue the message, as DeepSeek and Mistral name it. Refused: use `continue_final_message`."""
+    partial: bool | None = None
+    """Qwen's and Kimi's name of `prefix`."""
+    images: Refused = None
+    """Pictures, as Ollama's clients give them."""
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -232,10 +236,12 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     reasoning = next((text for text in reasonings if text is not None), None)
     if given is None and role != "assistant":
         raise field_error(f"{where}.content", "it is missing")
-    if message.audio:
-        raise field_error(f"{where}.audio", "it is not supported here; give its text as content")
-    if message.prefix:
-        raise field_error(f"{where}.prefix", "it is not supported here; set the request's continue_final_message")
+    for name in ("audio", "images"):
+        if getattr(message, name):
+            raise field_error(f"{where}.{name}", "it is not supported here; give its text as content")
+    for name in ("prefix", "partial"):
+        if getattr(message, name):
+            raise field_error(f"{where}.{name}", "it is not supported here; set the request's continue_final_message")
     content = None if given is None else _text(given, f"{where}.content")
     fields: dict[str, Any] = {"role": role, "content": content}
     others = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
