@@ -14,6 +14,11 @@ USER = [{"role": "user", "content": "once upon a time"}]
 BODY = {"messages": USER, "max_tokens": 12, "seed": 1, "temperature": 1.0}
 
 
+def allowed(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def test_an_answer_has_openais_fields(api):
     body = api.ok(PATH, {**BODY, "model": "tiny"})
     assert body["id"].startswith("chatcmpl-")
@@ -214,6 +219,7 @@ def test_prompt_logprobs_are_for_whole_answers(api):
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "snow"}}}, "tool_choice"),
         *named("tool_choice", "required", "always"),
+        ({"tools": [TOOL], "tool_choice": allowed("auto", "snow")}, "tool_choice"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
         ({"messages": [{"role": "tool", "tool_call_id": "a"}]}, "messages[0].content"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),

@@ -99,6 +99,15 @@ def test_a_demanded_call_is_made_and_nothing_else(api):
     assert arguments["days"] in (1, 2)
 
 
+def test_calls_are_among_the_allowed_functions(api):
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+    assert answer(api, tool_choice=allowed, parallel_tool_calls=False)[1][0][0] == "wind"
+    allowed["allowed_tools"]["mode"] = "auto"
+    text, wind = written("hermes", "rain", days=1), ("wind", {"days": 2})
+    assert answer(api, tool_choice=allowed, **says(text=text)) == (text, [], "stop")
+    assert answer(api, tool_choice=allowed, **says(("wind", 2))) == (None, [wind], "tool_calls")
+
+
 def test_a_demanded_call_is_made_in_channels_too(harmony_api):
     (space,) = harmony_api.ok("/tokenize", {"prompt": " "})["tokens"]
     bias = {str(space): 100}  # so that the model begins with " to=functions.wind" and not with endless reasoning

@@ -120,11 +120,23 @@ class FunctionName(msgspec.Struct, kw_only=True):
     name: str
 
 
-class NamedToolChoice(msgspec.Struct, kw_only=True):
+class NamedToolChoice(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
     """Function that must be called."""
 
-    type: Literal["function"]
     function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """Functions that may be called, of those in `tools`."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedToolChoice]
+
+
+class AllowedToolsChoice(msgspec.Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """Choice among some of the functions."""
+
+    allowed_tools: AllowedTools
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -134,7 +146,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     tools: Annotated[list[ToolDefinition], Meta(min_length=1)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     max_completion_tokens: Positive | None = None
@@ -290,7 +302,9 @@ async def run_chat(
         _check(server, request)
         record.prompt = msgspec.to_builtins(request.messages) if server.settings.log_prompts else None
         prompt = await render_chat(server, request)
-        choice = msgspec.to_builtins(request.tool_choice) or ("auto" if tools else "none")
+        given = request.tool_choice
+        mode = given.allowed_tools.mode if isinstance(given, AllowedToolsChoice) else msgspec.to_builtins(given)
+        choice = mode or ("auto" if tools else "none")
         form = server.chat_format
         try:
             grammar = tool_grammar(
@@ -343,9 +357,15 @@ async def count_tokens(server: Server, request: ChatRequest, names: Mapping[str,
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
     """Functions that the model may call."""
-    if request.tools is None or request.tool_choice == "none":
+    choice = request.tool_choice
+    if request.tools is None or choice == "none":
         return None
-    return [msgspec.to_builtins(tool) for tool in request.tools]
+    tools = request.tools
+    if isinstance(choice, AllowedToolsChoice):
+        names = {tool.function.name for tool in choice.allowed_tools.tools}
+        if not (tools := [tool for tool in tools if tool.function.name in names]):
+            raise field_error("tool_choice", "none of the allowed tools is a function of tools")
+    return [msgspec.to_builtins(tool) for tool in tools]
 
 
 def _check(server: Server, request: ChatRequest) -> None:
