@@ -99,6 +99,7 @@ def test_a_seed_may_be_negative_and_minus_one_is_none_as_null_is(api):
     )
     assert same[0] == same[1]
     assert others[0] != others[1]
+    api.ok(PATH, {**BODY, "logprobs": False, "top_logprobs": 0, "reasoning_effort": "max"})
     api.ok(PATH, {**BODY, "stop": None, "n": None, "tools": None, "stream": None, "logit_bias": None, "top_p": None})
 
 

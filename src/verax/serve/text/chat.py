@@ -148,7 +148,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: Annotated[list[ToolDefinition], Meta(min_length=1)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     max_completion_tokens: Positive | None = None
     max_tokens: Positive | None = None
     logprobs: bool | None = None
@@ -370,7 +370,7 @@ def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
 
 def _check(server: Server, request: ChatRequest) -> None:
     """Refuse what can be refused without a template or a tokenizer."""
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise field_error("top_logprobs", "it needs logprobs to be true")
     effort = request.reasoning_effort
     if server.chat_format.tools == "harmony" and effort not in (None, "low", "medium", "high"):

@@ -169,7 +169,7 @@ Summary = Literal["auto", "concise", "detailed"]
 class ReasoningOptions(msgspec.Struct, kw_only=True):
     """Options of the reasoning."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Summary | None = None
     generate_summary: Summary | None = None
 
