@@ -121,6 +121,15 @@ def test_a_conversation_with_calls_becomes_a_chat():
     assert result.continue_final_message is None
 
 
+def test_tools_that_a_search_has_found_are_a_result():
+    """Claude Code finds tools so, which it gives from the beginning with `defer_loading`."""
+    call = {"type": "tool_use", "id": "a", "name": "ToolSearch", "input": {"query": "weather"}}
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("weather", "wind")]
+    result = [{"type": "tool_result", "tool_use_id": "a", "content": found}]
+    answers = chat(messages=[*USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": result}])
+    assert answers.messages[-1].content == "weather\nwind"
+
+
 def test_what_coding_agents_send_is_taken(api):
     """The body of a request of Claude Code, whose instructions stand within the conversation too."""
     mark = {"cache_control": {"type": "ephemeral"}}

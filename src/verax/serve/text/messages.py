@@ -54,11 +54,22 @@ class ToolUseBlock(Block, kw_only=True, tag="tool_use"):
     input: dict[str, Any]
 
 
+class ToolReferenceBlock(Block, kw_only=True, tag="tool_reference"):
+    """Tool that a search among the tools has found. The prompt has it as all others."""
+
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        """Its name."""
+        return self.tool_name
+
+
 class ToolResultBlock(Block, kw_only=True, tag="tool_result"):
     """Result of a tool call."""
 
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextBlock | ToolReferenceBlock] | None = None
     is_error: bool | None = None
 
 
@@ -231,8 +242,10 @@ def _add_messages(translation: Translation, request: CountTokensRequest) -> None
 
 
 def _joined(content: str | Sequence[Block]) -> str:
-    """Text of the blocks that are text."""
-    return content if isinstance(content, str) else "\n".join(b.text for b in content if isinstance(b, TextBlock))
+    """Text of the blocks that are text, and names of tools."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text for block in content if isinstance(block, TextBlock | ToolReferenceBlock))
 
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
