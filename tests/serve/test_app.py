@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -200,6 +202,32 @@ def test_each_replica_has_metrics_of_its_own(make_api, pair):
     both.ok("/v1/completions", ASKED)
     samples = metrics(both, "engine")
     assert [samples["vllm:generation_tokens_total", replica] for replica in "01"] == [16, 16]
+
+
+def test_a_server_whose_step_does_not_end_is_not_healthy(new_llm, monkeypatch):
+    served, going, may_end = AsyncLLM.from_llm(new_llm()), threading.Event(), threading.Event()
+    advance = served.llm.engine.advance
+
+    def wait():
+        going.set()
+        assert may_end.wait(60)
+        return advance()
+
+    monkeypatch.setattr(served.llm.engine, "advance", wait)
+    api = Api(create_app(Server(llm=served, served_names=("tiny",))))
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(api.ok, "/v1/completions", ASKED)
+        try:
+            assert going.wait(60)
+            assert api.get("/health").status_code == 200
+            with monkeypatch.context() as patience:
+                patience.setattr(app_module, "LONGEST_STEP", 0.0)
+                assert error_of(api.get("/health"), 503)["code"] == "engine_stuck"
+        finally:
+            may_end.set()
+        assert answer.result()["choices"]
+    assert api.get("/health").status_code == 200
+    asyncio.run(served.shutdown())
 
 
 def test_a_server_with_a_dead_replica_says_so_everywhere(make_api, pair):

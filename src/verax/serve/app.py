@@ -22,6 +22,9 @@ from verax.serve.page import page
 from verax.serve.text import chat, completions, embeddings, messages, responses, tokens
 from verax.serve.video import videos
 
+LONGEST_STEP = 600.0
+"""Seconds after which a step is taken for one that will not end, as of a device that does not answer."""
+
 
 def _own_routes(server: Server) -> list[Route]:
     """Routes of the server itself: its health, metrics, description and models."""
@@ -35,6 +38,8 @@ def _own_routes(server: Server) -> list[Route]:
             raise ApiError(503, "the server is shutting down", code="draining")
         if server.llm is not None and not server.llm.is_running:
             raise ApiError(503, "an engine has stopped", code="engine_dead")
+        if server.llm is not None and (seconds := server.llm.stats().step_seconds) > LONGEST_STEP:
+            raise ApiError(503, f"a step of an engine has run for {seconds:.0f} s", code="engine_stuck")
         return JsonResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:

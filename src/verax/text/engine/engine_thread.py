@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -285,6 +286,8 @@ class EngineThread:
         """Samples of all requests that were sent here, and that have reached the engine thread."""
         self._tokens_sent = self._tokens_arrived = 0
         """Their prompt tokens."""
+        self._step_begin: float | None = None
+        """Time at which the step that runs began; None between steps."""
         self._outbox = outbox
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._served: dict[str, LiveRequest] = {}
@@ -311,7 +314,9 @@ class EngineThread:
 
     def stats(self) -> EngineStats:
         """State and totals. Any thread may read them."""
-        return replace(self.engine.stats(), num_requests_waiting=self.num_waiting)
+        begin = self._step_begin
+        seconds = 0.0 if begin is None else time.monotonic() - begin
+        return replace(self.engine.stats(), num_requests_waiting=self.num_waiting, step_seconds=seconds)
 
     def add(self, live: LiveRequest, request: Request) -> None:
         """Send a prepared request to the engine. One thread at a time may."""
@@ -356,7 +361,10 @@ class EngineThread:
     def _step(self) -> None:
         engine = self.engine
         computed, generated = engine.num_computed_tokens, engine.num_generated_tokens
-        self._report(engine.advance())
+        self._step_begin = time.monotonic()
+        moved = engine.advance()
+        self._step_begin = None
+        self._report(moved)
         if self._outbox.observers:
             stats = StepStats(
                 num_tokens=engine.num_computed_tokens - computed,

@@ -58,14 +58,17 @@ class EngineStats:
     """Answer tokens that were sampled."""
     spec_decode: SpeculationTotals | None = None
     """Totals of speculative decoding; None without it."""
+    step_seconds: float = 0.0
+    """Seconds for which the step that runs now has run; 0 between steps."""
 
     @classmethod
     def sum(cls, stats: Iterable[EngineStats]) -> EngineStats:
-        """The figures of several equal engines together; the usage of their caches is the mean."""
+        """Figures of several equal engines together: the mean usage of caches, the longest step, sums of the others."""
         stats = list(stats)
         names = [field.name for field in fields(cls) if field.name != "spec_decode"]
         sums: dict[str, Any] = {name: sum(getattr(engine, name) for engine in stats) for name in names}
         sums["kv_cache_usage"] /= max(1, len(stats))
+        sums["step_seconds"] = max((engine.step_seconds for engine in stats), default=0.0)
         drafts = [engine.spec_decode for engine in stats if engine.spec_decode is not None]
         return cls(**sums, spec_decode=SpeculationTotals.sum(drafts) if drafts else None)
 
