@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny import CHAT_TEMPLATE, tiny_checkpoint
 from tests.support.tiny_encoder import sentence_files, tiny_encoder
 from verax import Encoder, VideoPipeline
 from verax.serve.app import create_app
@@ -26,7 +26,8 @@ from verax.text.engine.llm import LLM
 @pytest.fixture(scope="session")
 def new_llm(tmp_path_factory):
     """Makes an engine of random weights: its answers are noise, and always the same. All share compiled programs."""
-    folder = tiny_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
+    template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("served") / "tiny", chat_template=template)
     options = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 4}
     options |= {"structured_outputs": True}
     return lambda: LLM(folder, dtype="float32", use_tqdm=False, **options)

@@ -148,6 +148,34 @@ def test_an_answer_stands_between_a_result_and_the_users_next_message_where_they
         assert "b[/TOOL_RESULTS]Done.</s>[INST]c[/INST]</s>[INST]d[/INST]" in told
 
 
+WITHOUT_CALLS = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+DROPPING_TOOLS = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }};{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [ALTERNATING, DROPPING_TOOLS, WITHOUT_CALLS])
+def test_functions_calls_and_results_are_text_where_the_template_has_none(template):
+    tokenizer = tokenizer_with({"default": template})
+    form = chat_format(tokenizer)
+    tools = [{"type": "function", "function": tool} for tool in (WEATHER, CLOCK)]
+    calls = [{"id": name, "function": {"name": name, "arguments": '{"a": 1}'}} for name in ("weather", "clock")]
+    results = [{"role": "tool", "tool_call_id": name, "content": f"{name}!"} for name in ("weather", "clock")]
+    messages = [
+        *({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"}),
+        *({"role": "assistant", "content": None, "tool_calls": calls}, *results, {"role": "user", "content": "So?"}),
+    ]
+    assert form.functions(tools) is None
+    told = tokenizer.apply_chat_template(form.history(messages, tools))
+    written = '{"name": "weather", "parameters": {"a": 1}}; {"name": "clock", "parameters": {"a": 1}}'
+    shown = ["Be brief.", json.dumps(WEATHER), json.dumps(CLOCK), "Rain?", written, "weather!", "clock!", "So?"]
+    places = [told.index(text) for text in shown]
+    assert places == sorted(places)
+    assert read_cut(written, form, tools) == ("", "", [("weather", '{"a": 1}'), ("clock", '{"a": 1}')])
+    without = tokenizer.apply_chat_template(form.history(messages))
+    assert json.dumps(CLOCK) not in without
+    assert written in without
+    assert chat_format(tokenizer_with({"default": TEMPLATES["none"]})).functions(tools) == tools
+
+
 def test_calls_of_one_answer_come_back_one_by_one_where_templates_take_one():
     calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in ("rain", "wind")]
     results = [{"role": "tool", "tool_call_id": name, "content": f"{name}!"} for name in ("wind", "rain")]
@@ -167,7 +195,6 @@ NAMED_CALLS = """{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{% fo
 LISTED_CALLS = """{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{% if m.tool_calls %}[TOOL_CALLS] [
 {%- for c in m.tool_calls %}{{ (c.function | tojson)[:-1] }}, "id": "{{ c.id }}"}{{ ", " if not loop.last }}
 {%- endfor %}]{% endif %};{% endfor %}"""
-WITHOUT_CALLS = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
 GRANITE = "{{ 'Respond with <|tool_call|> followed by a JSON list.' if tools }}" + WITHOUT_CALLS
 HERMES = "{{ '<tool_call>{name, arguments}' if tools }}" + WITHOUT_CALLS
 PHI = "{% if messages[0].tools %}<|tool|>{{ messages[0].tools }}<|/tool|>{% endif %}" + WITHOUT_CALLS

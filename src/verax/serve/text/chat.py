@@ -341,10 +341,9 @@ async def run_chat(
 
 async def render_chat(server: Server, request: ChatRequest) -> str:
     """Prompt of a chat, by the checkpoint's template."""
-    form = server.chat_format
-    tools = form.functions(_tools(request))
+    form, tools = server.chat_format, _tools(request)
     messages = form.history(template_messages(request.messages), tools)
-    return await server.engine.render(messages, tools=tools, **template_options(request))
+    return await server.engine.render(messages, tools=form.functions(tools), **template_options(request))
 
 
 async def count_tokens(server: Server, request: ChatRequest, names: Mapping[str, str] | None = None) -> int:

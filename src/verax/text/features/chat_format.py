@@ -20,8 +20,10 @@ from verax.text.features.history import (
     calls_as_text,
     joined_by_role,
     one_call_each,
+    with_functions_in_text,
     with_instructions_in_text,
     with_parts,
+    with_results_in_text,
     with_short_ids,
 )
 from verax.text.features.json_schema import JSON_OPTIONS, literal, referenced, schema_rule
@@ -123,6 +125,10 @@ class ChatFormat:
     """True if the template refuses two messages of the user in a row."""
     loses_calls: bool = False
     """True if the template leaves out the calls of earlier answers."""
+    loses_functions: bool = False
+    """True if it has no syntax of calls, and leaves out the functions that the model may call."""
+    loses_results: bool = False
+    """True if it has no syntax of calls, and refuses or leaves out their results."""
     thinks_in_parts: bool = False
     """True if the template reads the reasoning of earlier answers as parts of their content."""
 
@@ -160,6 +166,12 @@ class ChatFormat:
 
         `messages`: with texts as contents of the system's. `tools`: functions that the model may call.
         """
+        if self.loses_functions and tools:
+            messages = with_functions_in_text(messages, tools)
+        if self.loses_results:
+            messages = with_results_in_text(messages)
+        if self.loses_calls and self.tools == "none":
+            messages = [calls_as_text(message, "", "", in_list=False) for message in messages]
         instructions = [message["content"] for message in messages if message["role"] == "system"]
         if self.instructions_first and instructions:
             others = (message for message in messages if message["role"] != "system")
@@ -188,7 +200,9 @@ class ChatFormat:
         return one_call_each(messages) if self.tools in ("harmony", "llama3_json") else messages
 
     def functions(self, tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
-        """Functions that the model may call, in OpenAI's form, as the template takes them."""
+        """Functions that the model may call, in OpenAI's form, as the template takes them. None if it takes none."""
+        if self.loses_functions:
+            return None
         if tools is None or self.tools != "harmony":
             return tools
         # Its template adds each description to a text.
@@ -218,6 +232,8 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
         gemma_calls.QUOTE,
     }
     tools = _tool_syntax(template)
+    called = _written(tokenizer, "user", "call")
+    plain = tools == "none" and "text 0" in _written(tokenizer, "user")
     return ChatFormat(
         tools=tools,
         reasoning=_reasons(tools, template, in_vocabulary),
@@ -230,22 +246,27 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
         no_instructions="text 0" in _written(tokenizer, "user")
         and "text 0" not in _written(tokenizer, "system", "user"),
         alternates="text 0" in _written(tokenizer, "user") and not _written(tokenizer, "user", "user"),
-        loses_calls="text 0" in (called := _written(tokenizer, "user", "call")) and "text 1" not in called,
+        loses_calls="text 0" in called and "text 1" not in called,
+        loses_functions=plain and "text f" not in _written(tokenizer, "user", tools=True),
+        loses_results=plain and "text 2" not in _written(tokenizer, "user", "call", "tool"),
     )
 
 
-def _written(tokenizer: Tokenizer, *roles: str) -> str:
+def _written(tokenizer: Tokenizer, *roles: str, tools: bool = False) -> str:
     """Prompt of a conversation with these roles, whose texts are "text 0" and so on; empty if it is refused.
 
-    The role "call" is an answer that calls a function of that name.
+    The role "call" is an answer that calls a function of that name. `tools`: with a function "text f".
     """
+    function = {"name": "text f", "description": "", "parameters": {"type": "object", "properties": {}}}
     conversation: list[dict[str, Any]] = [{"role": role, "content": f"text {i}"} for i, role in enumerate(roles)]
     for i, message in enumerate(conversation):
         if message["role"] == "call":
             call = {"id": "000000000", "type": "function", "function": {"name": f"text {i}", "arguments": {}}}
             message |= {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
-        return tokenizer.apply_chat_template(conversation)
+        return tokenizer.apply_chat_template(
+            conversation, tools=[{"type": "function", "function": function}] if tools else None
+        )
     except TemplateError:
         return ""
 

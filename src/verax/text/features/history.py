@@ -18,6 +18,40 @@ def with_instructions_in_text(messages: Sequence[Mapping[str, Any]]) -> Sequence
     return [{**instructions, "role": "user"}, *others]
 
 
+def with_functions_in_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Messages for templates that leave functions out: the instructions have them, and how to call them."""
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = (
+        "You can call these functions:\n"
+        f"{functions}\n"
+        "To call one, answer with nothing but a JSON object, without a code fence: "
+        '{"name": "...", "parameters": {...}}. Call several by such objects with "; " between them.'
+    )
+    first, others = ("", messages)
+    if messages[0]["role"] == "system":
+        first, others = f"{messages[0]['content']}\n\n", messages[1:]
+    return [{"role": "system", "content": first + text}, *others]
+
+
+def with_results_in_text(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages for templates without results of calls: results in a row are one text of the user."""
+    calls = (call for message in messages for call in message.get("tool_calls") or ())
+    names = {call.get("id"): call["function"]["name"] for call in calls}
+    told: list[Mapping[str, Any]] = []
+    for before, message in zip([{}, *messages], messages, strict=False):
+        if message["role"] != "tool":
+            told.append(message)
+            continue
+        name = names.get(message.get("tool_call_id"), message.get("name", "the function"))
+        text = f"Result of {name}:\n{message['content'] or ''}"
+        if before.get("role") == "tool":
+            text = f"{told.pop()['content']}\n\n{text}"
+        told.append({"role": "user", "content": text})
+    return told
+
+
 def joined_by_role(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Messages for templates in which user and assistant alternate.
 
@@ -60,20 +94,25 @@ def with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def calls_as_text(message: Mapping[str, Any], opening: str, closing: str, *, in_list: bool) -> Mapping[str, Any]:
-    """A message whose calls are a part of its text, as JSON between tags, each by itself or all in a list."""
+    """A message whose calls are a part of its text, as JSON between tags, each by itself or all in a list.
+
+    Without tags they are as a model without a syntax of its own writes them.
+    """
+    key = "arguments" if opening else "parameters"
     calls: list[str] = []
     for call in message.get("tool_calls") or ():
         given = call["function"].get("arguments") or {}
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        calls.append(f'{{"name": {json.dumps(call["function"]["name"])}, "arguments": {arguments}}}')
+        calls.append(f'{{"name": {json.dumps(call["function"]["name"])}, "{key}": {arguments}}}')
     if not calls:
         return message
     if in_list:
         text = f"{opening}[{', '.join(calls)}]{closing}"
     else:
-        text = "\n".join(f"{opening}\n{call}\n{closing}" for call in calls)
+        text = "\n".join(f"{opening}\n{call}\n{closing}" for call in calls) if opening else "; ".join(calls)
     others = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**others, "content": f"{message.get('content') or ''}{text}"}
+    content = message.get("content") or ""
+    return {**others, "content": f"{content}\n{text}" if content and not opening else content + text}
 
 
 def one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
