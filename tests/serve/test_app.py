@@ -251,6 +251,7 @@ def test_a_server_with_a_dead_replica_says_so_everywhere(make_api, pair):
         ({"api_keys": ("",)}, "api_keys: "),
         ({"video_sizes": ("64",)}, "video_sizes: expected WIDTHxHEIGHT"),
         *(({"api_keys": (key,)}, "api_keys: ") for key in ("schlüssel", "secret ", "sec\nret")),
+        *(({"chat_template_kwargs": text}, "chat_template_kwargs: ") for text in ("{", "[1]", "")),
         *(({"allowed_hosts": (host,)}, "allowed_hosts: ") for host in ("a.b:80", "http://a.example", "[::1]", "*")),
         *(
             ({"allowed_origins": (origin,)}, "allowed_origins: ")

@@ -6,7 +6,8 @@ from tokenizers import decoders
 
 from tests.serve.conftest import error_of, joined, named
 from verax.serve.http.body import decode
-from verax.serve.text.chat import ChatRequest, template_messages
+from verax.serve.http.settings import ServerSettings
+from verax.serve.text.chat import ChatRequest, template_messages, template_options
 from verax.text.tokens.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
@@ -101,6 +102,19 @@ def test_a_seed_may_be_negative_and_minus_one_is_none_as_null_is(api):
     assert others[0] != others[1]
     api.ok(PATH, {**BODY, "logprobs": False, "top_logprobs": 0, "reasoning_effort": "max"})
     api.ok(PATH, {**BODY, "stop": None, "n": None, "tools": None, "stream": None, "logit_bias": None, "top_p": None})
+
+
+def test_variables_of_the_template_are_the_servers_where_a_request_does_not_set_them():
+    defaults = ServerSettings(chat_template_kwargs='{"enable_thinking": true, "style": "a"}').template_variables
+
+    def variables(**fields):
+        options = template_options(decode(ChatRequest, {**BODY, **fields}), defaults)
+        return options["enable_thinking"], options["style"]
+
+    assert variables() == (True, "a")
+    assert variables(chat_template_kwargs={"style": "b"}) == (True, "b")
+    assert variables(reasoning_effort="none") == (False, "a")
+    assert ServerSettings().template_variables == {}
 
 
 def test_logit_bias_has_texts_as_keys(api):

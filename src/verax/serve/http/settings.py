@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verax.errors import InvalidParameterError
 from verax.options import check_options, documented, option
@@ -28,6 +31,9 @@ class ServerSettings:
 
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
     port: int = option(8000, "Port to listen at; 0 for a free one.", low=0, high=65535)
+    chat_template_kwargs: Mapping[str, Any] | str | None = option(
+        None, 'Variables of the chat template where a request does not set them, as JSON: `{"enable_thinking": false}`.'
+    )
     any_model_name: bool = option(False, "Accept any model name, for clients with a fixed one.")
     api_keys: tuple[str, ...] = option(
         (),
@@ -108,6 +114,14 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if isinstance(self.chat_template_kwargs, str):
+            try:
+                object.__setattr__(self, "chat_template_kwargs", json.loads(self.chat_template_kwargs))
+            except (ValueError, RecursionError) as error:
+                raise InvalidParameterError(f"chat_template_kwargs: it is not JSON: {error}") from error
+        if not isinstance(self.chat_template_kwargs, Mapping | None):
+            problem = f"expected an object of variables, got {self.chat_template_kwargs!r}"
+            raise InvalidParameterError(f"chat_template_kwargs: {problem}")
         # A value that no request can have would lock everyone out.
         if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in self.api_keys):
             raise InvalidParameterError("api_keys: expected keys of ASCII characters, not empty, without spaces around")
@@ -127,3 +141,9 @@ class ServerSettings:
                 f"max_queued_embedding_inputs: expected at least max_embedding_inputs, which is "
                 f"{self.max_embedding_inputs}, got {self.max_queued_embedding_inputs}"
             )
+
+    @property
+    def template_variables(self) -> Mapping[str, Any]:
+        """`chat_template_kwargs` as a mapping."""
+        assert not isinstance(self.chat_template_kwargs, str)
+        return self.chat_template_kwargs or {}

@@ -210,15 +210,15 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def template_options(request: ChatRequest) -> dict[str, Any]:
-    """Variables of the chat template, and how it ends."""
+def template_options(request: ChatRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template, and how it ends. `defaults`: variables that the request may leave out."""
     continued = bool(request.continue_final_message)
     if continued and request.add_generation_prompt:
         raise field_error("continue_final_message", "it contradicts add_generation_prompt: one of them ends the prompt")
     if continued and request.messages[-1].role != "assistant":
         raise field_error("continue_final_message", "the last message is not the assistant's")
     announced = not continued if request.add_generation_prompt is None else request.add_generation_prompt
-    options: dict[str, Any] = {"add_generation_prompt": announced, "continue_final_message": continued}
+    options = {**defaults, "add_generation_prompt": announced, "continue_final_message": continued}
     if request.reasoning_effort is not None:
         options["reasoning_effort"] = request.reasoning_effort
         if request.reasoning_effort == "none":
@@ -226,7 +226,7 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
     given = request.chat_template_kwargs or {}
     if len(given) > MAX_TEMPLATE_OPTIONS:
         raise field_error("chat_template_kwargs", f"expected at most {MAX_TEMPLATE_OPTIONS}")
-    for name in given:
+    for name in (*defaults, *given):
         if not _FREE_NAME.fullmatch(name) or name in _RESERVED or name.endswith("_token"):
             raise field_error("chat_template_kwargs", f"{name[:64]!r} cannot be set by a request")
     return {**options, **given}
@@ -343,7 +343,8 @@ async def render_chat(server: Server, request: ChatRequest) -> str:
     """Prompt of a chat, by the checkpoint's template."""
     form, tools = server.chat_format, _tools(request)
     messages = form.history(template_messages(request.messages), tools)
-    return await server.engine.render(messages, tools=form.functions(tools), **template_options(request))
+    options = template_options(request, server.settings.template_variables)
+    return await server.engine.render(messages, tools=form.functions(tools), **options)
 
 
 async def count_tokens(server: Server, request: ChatRequest, names: Mapping[str, str] | None = None) -> int:
