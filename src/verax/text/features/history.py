@@ -23,11 +23,9 @@ def with_functions_in_text(
 ) -> list[Mapping[str, Any]]:
     """Messages for templates that leave functions out: the instructions have them, and how to call them."""
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    # Short, since models without functions have short contexts.
     text = (
-        "You can call these functions:\n"
-        f"{functions}\n"
-        "To call one, answer with nothing but a JSON object, without a code fence: "
-        '{"name": "...", "parameters": {...}}. Call several by such objects with "; " between them.'
+        f'Functions:\n{functions}\nTo call one, answer with this JSON alone: {{"name": "...", "parameters": {{...}}}}'
     )
     first, others = ("", messages)
     if messages[0]["role"] == "system":
