@@ -66,8 +66,8 @@ class Repeats(NamedTuple):
 
 
 # On an H100 the host takes 1.8 ms for a step of four sequences of Qwen3-0.6B, and 5 ms for one of 256; the device takes
-# 1.3, and from 3, and reads 6 GB in 1.8. Two cores take 6 ms for a token of one sequence of SmolLM2-135M in four bits, and
-# the host holds one of them for 1.3.
+# 1.3, and from 3, and reads 6 GB in 1.8. Two cores take 6 ms for a token of one sequence of SmolLM2-135M in four bits,
+# and the host holds one of them for 1.3.
 REPEATS = {"gpu": Repeats(8, 10_000_000_000, MOST_DECODED), "cpu": Repeats(4, 1_000_000_000, 16)}
 """By platform; elsewhere a step decodes one token."""
 
@@ -293,7 +293,7 @@ def plan_sizes(
     )
 
 
-def _decode_steps(config: EngineConfig, weights: int) -> dict[str, int]:
+def _decode_steps(config: EngineConfig, weights: int) -> dict[str, Any]:
     """Fields of `RunnerConfig` about steps of several tokens: drafts take their place."""
     if config.speculation is not None:
         return {}
