@@ -56,21 +56,24 @@ def test_noise_levels_of_other_solvers_are_those_of_diffusers(kind, steps, shift
     np.testing.assert_allclose(ours.timesteps, theirs.timesteps.numpy(), atol=1e-3)
 
 
-@pytest.mark.parametrize(("steps", "shift"), SCHEDULES)
-@pytest.mark.parametrize("spacing", ["skyreels", "diffusers"])
-def test_every_step_matches_diffusers(spacing, steps, shift):
-    theirs = scheduler(spacing, steps, shift)
-    levels = noise_levels(steps, shift, WanVideoModel.references[spacing].sigmas)
-    table = solvers.tabulate(levels.sigmas)
-    advance = jax.jit(solvers.step)
-    noise = np.random.default_rng(steps).normal(size=SHAPE).astype(np.float32)
-    state, expected = solvers.start(jax.numpy.asarray(noise)), torch.from_numpy(noise)
+def check_steps(table, theirs, atol):
+    """Compare every step by a table with diffusers' scheduler."""
+    noise = np.random.default_rng(len(theirs.timesteps)).normal(size=SHAPE).astype(np.float32)
+    advance, state, expected = jax.jit(solvers.step), solvers.start(jax.numpy.asarray(noise)), torch.from_numpy(noise)
     for i, timestep in enumerate(theirs.timesteps):
         # Both are given what the model says of the reference's sample, so that each step is compared by itself.
         seen = velocity(expected.numpy(), float(timestep)).astype(np.float32)
         state = advance(table, np.int32(i), state, seen)
         expected = theirs.step(torch.from_numpy(seen), timestep, expected, return_dict=False)[0]
-        np.testing.assert_allclose(state.sample, expected.numpy(), atol=1e-5, err_msg=f"step {i}")
+        np.testing.assert_allclose(state.sample, expected.numpy(), atol=atol, err_msg=f"step {i}")
+
+
+@pytest.mark.parametrize(("steps", "shift"), SCHEDULES)
+@pytest.mark.parametrize("spacing", ["skyreels", "diffusers"])
+def test_every_step_matches_diffusers(spacing, steps, shift):
+    theirs = scheduler(spacing, steps, shift)
+    levels = noise_levels(steps, shift, WanVideoModel.references[spacing].sigmas)
+    check_steps(solvers.tabulate(levels.sigmas), theirs, atol=1e-5)
 
 
 @pytest.mark.parametrize(("steps", "shift"), SCHEDULES)
@@ -82,14 +85,7 @@ def test_every_step_of_dpm_matches_diffusers(steps, shift):
     levels = noise_levels(steps, shift, DIFFUSERS.other_sigmas["dpm++"], solver="dpm++")
     np.testing.assert_array_equal(levels.timesteps, theirs.timesteps.numpy())
     np.testing.assert_allclose(levels.sigmas, theirs.sigmas.numpy(), atol=1e-6)
-    table, advance = solvers.SOLVERS["dpm++"](levels.sigmas), jax.jit(solvers.step)
-    noise = np.random.default_rng(steps).normal(size=SHAPE).astype(np.float32)
-    state, expected = solvers.start(jax.numpy.asarray(noise)), torch.from_numpy(noise)
-    for i, timestep in enumerate(theirs.timesteps):
-        seen = velocity(expected.numpy(), float(timestep)).astype(np.float32)
-        state = advance(table, np.int32(i), state, seen)
-        expected = theirs.step(torch.from_numpy(seen), timestep, expected, return_dict=False)[0]
-        np.testing.assert_allclose(state.sample, expected.numpy(), atol=2e-5, err_msg=f"step {i}")
+    check_steps(solvers.SOLVERS["dpm++"](levels.sigmas), theirs, atol=2e-5)
 
 
 def diffusers_matrix(frames, timesteps, ar_step, prefix, block):

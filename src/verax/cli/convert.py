@@ -130,7 +130,8 @@ def quantize(
     """Quantise a language model, and write it as a checkpoint.
 
     Its linear layers are rounded to nearest, with symmetric scales. The layout is compressed-tensors' (pack-quantized,
-    or int-quantized with rounded inputs): verax loads it at once, and so do vLLM and transformers.
+    or int-quantized with rounded inputs): verax loads it at once, and so do vLLM and transformers
+    (which takes random experts for quantised ones of gpt-oss and Gemma 4).
 
     \b
     Examples:
