@@ -73,15 +73,12 @@ def check_output(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Make a folder of results, and check that it can be written."""
-    if path.exists() and not path.is_dir():
-        raise typer.BadParameter(f"{path} is a file; a folder is written")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"--output: {path} cannot be made: {error.strerror}") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise typer.BadParameter(f"--output: {path} cannot be written to")
+    """Check that a folder of results can be written; it is made with the first of them."""
+    nearest = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise typer.BadParameter(f"{nearest} is a file; a folder is written")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"--output: {nearest} cannot be written to")
 
 
 def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile[R]:
