@@ -55,7 +55,7 @@ _log = logging.getLogger("verax.text")
 class LLM:
     """A language model ready to generate: weights on the device, programs compiled.
 
-    Several threads may call it. `generate` and `chat` of one run after those of another; `AsyncLLM` runs them together.
+    Several threads may call it. Calls of `generate` and `chat` wait for each other; `AsyncLLM` runs requests together.
 
     Examples:
         >>> llm = LLM()  # the built-in model; or a Hugging Face folder or hub id

@@ -54,7 +54,7 @@ def joined_by_role(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
     """Messages for templates in which user and assistant alternate.
 
     Messages of one role in a row become one, if they have nothing but text. Where coding agents send a message of the
-    user behind the result of a call, an answer is put between the two.
+    user right after the result of a call, an answer is put between the two.
     """
     joined: list[Mapping[str, Any]] = []
     for message in messages:

@@ -124,7 +124,7 @@ class AdaptedLayers:
     devices: int = 1
     """Devices that the layers are divided over."""
     unused: tuple[str, ...] = ()
-    """Patterns of weights of the checkpoint that the model does not compute with, such as those of a vision tower."""
+    """Patterns of weights of the checkpoint that the model does not compute with, such as a vision tower's."""
 
     @classmethod
     def of(
