@@ -430,7 +430,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_work(own, tmp_path):
     (tmp_path / "file").touch()
     status, out, err = own("--output", tmp_path / "file" / "report", text="raise SystemExit")
     assert (status, out) == (2, "")
-    assert "report cannot be made" in err
+    assert f"{tmp_path / 'file'} is a file; a folder is written" in err
 
 
 @pytest.mark.parametrize(
