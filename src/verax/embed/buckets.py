@@ -9,10 +9,12 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float32, Int32
@@ -244,13 +246,17 @@ def tokens_per_call() -> int:
 def compiled(function: Callable[..., Array], modules: Any) -> tuple[Any, tuple[Array, ...]]:
     """A program `program(weights, *arrays)` of `function(modules, *arrays)`, and its weights.
 
-    The modules are flattened once: a call passes a flat tuple of arrays, and modules exist only while tracing.
+    The first arrays are a call's `tokens` and `lengths`. The modules are flattened once: a call passes a flat tuple of
+    arrays, and modules exist only while tracing.
     """
     graph, state = nnx.split(modules)
     leaves, treedef = jax.tree.flatten(state)
 
-    def call(weights: tuple[Array, ...], *arrays: Array) -> Array:
-        return function(nnx.merge(graph, jax.tree.unflatten(treedef, weights)), *arrays)
+    def call(weights: tuple[Array, ...], tokens: Array, lengths: Array, *others: Array) -> Array:
+        modules = nnx.merge(graph, jax.tree.unflatten(treedef, weights))
+        follows = len(tokens) == 1  # all texts come before padding
+        with ops.skip_padding(tokens.size, jnp.sum(lengths)) if follows else nullcontext():
+            return function(modules, tokens, lengths, *others)
 
     return jax.jit(call, compiler_options=compiler_options(ops.target().platform)), tuple(leaves)
 

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
-from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,10 @@ def trace_once(function: Callable[P, R], context: Hashable, /, *args: P.args, **
         return function(*args, **kwargs)
     # Equal values of different types, such as 1 and 1.0, have programs of their own.
     types = tuple(type(other) for other in others)
-    return _shared(function, context)(structure, others, types, *arrays)
+    padding = _padding.get()
+    if padding is None:
+        return _shared(function, context)(structure, others, types, *arrays)
+    return _shared(function, context, padding.num_rows)(structure, others, types, padding.used, *arrays)
 
 
 def drop_traces() -> None:
@@ -91,16 +94,59 @@ def drop_traces() -> None:
 
 
 @functools.lru_cache(maxsize=MAX_SHARED)
-def _shared(function: Callable[..., R], context: Hashable) -> Callable[..., R]:
-    """Function of arrays in one context, under `jax.jit`; its name is what profiles show."""
+def _shared(function: Callable[..., R], context: Hashable, num_rows: int | None = None) -> Callable[..., R]:
+    """Function of arrays in one context, under `jax.jit`; its name is what profiles show.
+
+    `num_rows`: of `skip_padding`, if it is in force; the first array is then its `used`.
+    """
 
     def run(structure: Any, others: tuple[Any, ...], types: Any, *arrays: jax.Array) -> R:
         given = iter(arrays)
-        args, kwargs = jax.tree.unflatten(structure, [next(given) if x is _Array else x for x in others])
-        return function(*args, **kwargs)
+        with contextlib.nullcontext() if num_rows is None else skip_padding(num_rows, next(given)):
+            args, kwargs = jax.tree.unflatten(structure, [next(given) if x is _Array else x for x in others])
+            return function(*args, **kwargs)
 
     run.__name__ = run.__qualname__ = getattr(function, "__name__", "implementation").strip("_")
     return jax.jit(run, static_argnums=(0, 1, 2))
+
+
+class _Padding(NamedTuple):
+    num_rows: int
+    used: jax.Array
+
+
+_padding: contextvars.ContextVar[_Padding | None] = contextvars.ContextVar("verax_padding", default=None)
+_padding_key = jax.make_user_context()
+
+
+@contextlib.contextmanager
+def skip_padding(num_rows: int, used: jax.Array) -> Iterator[None]:
+    """Let products of `num_rows` rows leave out those from `used` on, which are padding. It acts while tracing.
+
+    On one CPU, C++ kernels leave them out: these rows of their results are zeros.
+
+    Args:
+        num_rows: all rows, such as the tokens that a program has a place for.
+        used: int32 `[]`, number of the first rows that are not padding.
+    """
+    if target().platform != "cpu" or target().num_devices > 1 or num_rows == 1:
+        yield
+        return
+    token = _padding.set(_Padding(num_rows, used))
+    try:
+        # JAX must not take what it has traced with another `used`.
+        with _padding_key(object()):
+            yield
+    finally:
+        _padding.reset(token)
+
+
+def used_rows(num_rows: int) -> jax.Array:
+    """Number of rows that are not padding, int32 `[1]`, for kernels that leave out the others; `[0]` if all count."""
+    padding = _padding.get()
+    if padding is None or padding.num_rows != num_rows:
+        return jnp.zeros(0, jnp.int32)
+    return padding.used.reshape(1)
 
 
 Choice = str | Callable[..., Any]

@@ -121,8 +121,8 @@ def _check_mlp(
 @operation(fused=True, check=_check_mlp)
 def gelu_mlp(
     x: Float[Array, "*B D"],
-    up: Weight,
-    down: Weight,
+    up: Float[Array, "H D"] | Quantized | PackedWeight,
+    down: Float[Array, "F H"] | Quantized | PackedWeight,
     up_bias: Float[Array, "H"] | None = None,
     down_bias: Float[Array, "F"] | None = None,
     *,

@@ -376,3 +376,71 @@ def test_weights_of_two_kinds_are_multiplied_one_by_one():
     assert ops.multi_linear.select(x, [w, other]).name == "reference"
     for y, weight in zip(ops.multi_linear(x, [w, other]), (w, other), strict=True):
         np.testing.assert_array_equal(y, ops.linear(x, weight))
+
+
+def _padded_calls():
+    """Operations on rows by name, with their weights."""
+    w, wide = weight_of("bfloat16", 64, 96), weight_of("bfloat16", 96, 64)
+    experts = jnp.stack([weight_of("bfloat16", 64, 96, seed) for seed in range(4)])
+    choices = jnp.asarray(np.random.default_rng(4).integers(0, 4, (9, 2)), jnp.int32)
+    packed = [ops.PackedWeight.from_weight(one.astype(jnp.float32), 4) for one in (w, wide)]
+    rounded = replace(quantize(np.asarray(w, np.float32), 8), rounds_inputs=True)
+    one = lambda x, w: ops.linear(x, w)
+    return {
+        **{f"linear, {kind}": (one, weight_of(kind, 64, 256)) for kind in ("float32", "int8", "int4 by 32", "Q4_K")},
+        "many rows, bfloat16": (lambda x, w: by_name(x, w, linear="native_gemm"), w),
+        "many rows, Q4_K": (lambda x, w: by_name(x, w, linear="native_gemm"), weight_of("Q4_K", 64, 256)),
+        "rounded": (one, rounded),
+        "several": (lambda x, w: jnp.concatenate(ops.multi_linear(x, [w, w]), -1), w),
+        "packed": (one, packed[0]),
+        "swiglu": (lambda x, w: ops.swiglu(x, w, w), w),
+        "swiglu, packed": (lambda x, w: ops.swiglu(x, w, w), packed[0]),
+        "mlp": (lambda x, w: ops.gelu_mlp(x, *w), (w, wide)),
+        "mlp, packed": (lambda x, w: ops.gelu_mlp(x, *w), tuple(packed)),
+        "experts": (lambda x, w: ops.grouped_linear(x[:, None], w, choices), experts),
+        "experts of each": (lambda x, w: ops.grouped_linear(jnp.stack([x, -x], 1), w, choices), experts),
+    }
+
+
+def by_name(x, w, **choices):
+    with ops.use_implementations(**choices):
+        return ops.linear(x, w)
+
+
+@pytest.mark.parametrize("name", _padded_calls() if library.available() else ())
+def test_padding_is_left_out_and_the_other_rows_are_unchanged(name):
+    call, w = _padded_calls()[name]
+    width = 256 if "linear" in name or "Q4_K" in name else 96
+
+    @jax.jit
+    def padded(x, w, used):
+        with ops.skip_padding(len(x), used):
+            return call(x, w)
+
+    x = jnp.asarray(inputs(9, width))
+    whole = np.asarray(jax.jit(call)(x, w))
+    for used in (0, 1, 5, 9):
+        y = np.asarray(padded(x.at[used:].set(jnp.nan), w, jnp.int32(used)))
+        np.testing.assert_array_equal(y[:used], whole[:used])
+        np.testing.assert_array_equal(y[used:], 0)
+
+
+def test_two_numbers_of_rows_share_no_program_of_a_function_within():
+    w = weight_of("bfloat16", 32, 64)
+    inner = jax.jit(lambda x: ops.linear(x, w))
+
+    def outer(scale):
+        def call(x, used):
+            with ops.skip_padding(len(x), used):
+                return inner(scale * x)
+
+        return jax.jit(call)
+
+    x = jnp.asarray(inputs(4, 64))
+    for scale, used in ((1, 3), (2, 1)):
+        y = outer(scale)(x, jnp.int32(used))
+        np.testing.assert_array_equal(y[:used], scale * inner(x)[:used])
+        np.testing.assert_array_equal(y[used:], 0)
+    # Rows of another number all count.
+    with ops.skip_padding(8, jnp.int32(2)):
+        np.testing.assert_array_equal(ops.linear(x, w), inner(x))

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from verax.ops._dispatch import differentiated_as
+from verax.ops._dispatch import differentiated_as, used_rows
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 from verax.ops.cpu import library
 from verax.ops.grouped import Stack, grouped_linear
@@ -90,7 +90,7 @@ def _products(x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, 
             arrays.append(weight.words)
         else:
             arrays.append(weight)
-    return tuple(library.call_many(handler, results, x, *arrays, **attributes))
+    return tuple(library.call_many(handler, results, x, used_rows(len(x)), *arrays, **attributes))
 
 
 def _product_references(x: Array, weights: tuple[Any, ...]) -> tuple[Array, ...]:
@@ -181,8 +181,11 @@ def _accepts_gemm(x: Any, weight: Any, bias: Any = None) -> bool:
 
 
 def _is_gemm_faster(x: Any, weight: Any, bias: Any = None) -> bool:
-    kind = _gemm_kind(weight)
-    return kind is not None and math.prod(x.shape[:-1]) in faster_rows(kind)
+    if (kind := _gemm_kind(weight)) is None:
+        return False
+    rows, faster = math.prod(x.shape[:-1]), faster_rows(kind)
+    # XLA's library multiplies padding too.
+    return rows in faster or (bool(faster) and rows >= faster.start and used_rows(rows).size > 0)
 
 
 def faster_rows(kind: str) -> range:
@@ -238,7 +241,7 @@ def _product(
     x = x.astype(jnp.float32 if floats else jnp.bfloat16)
     last = map(library.optional, (scales, bias))
     shape = x.shape[0], weight.shape[0]
-    return library.call("verax_gemm", shape, x, matrix, *last, block_kind=np.int64(kind))
+    return library.call("verax_gemm", shape, x, used_rows(len(x)), matrix, *last, block_kind=np.int64(kind))
 
 
 @linear.implementation("native_gemm", **library.REQUIREMENTS, accepts=_accepts_gemm, faster=_is_gemm_faster)
@@ -263,8 +266,9 @@ def _linear_native_integers(
     x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
     def kernel(x: Array, weight: QuantizedWeight, bias: Array | None) -> Array:
-        arrays = x.astype(jnp.float32), weight.values, weight.scales[:, 0].astype(jnp.float32), library.optional(bias)
-        return library.call("verax_gemm_int8", (len(x), weight.shape[0]), *arrays)
+        arrays = weight.values, weight.scales[:, 0].astype(jnp.float32), library.optional(bias)
+        shape = len(x), weight.shape[0]
+        return library.call("verax_gemm_int8", shape, x.astype(jnp.float32), used_rows(len(x)), *arrays)
 
     y = differentiated_as(linear.reference, kernel, x.reshape(-1, x.shape[-1]), weight, bias)
     return y.reshape(*x.shape[:-1], weight.shape[0])
@@ -302,7 +306,12 @@ def _grouped(
     shared = x.ndim > 1 and x.shape[-2] == 1  # by the last of the axes
     own = (*leading[:-1], 1) if shared else leading
     rows = jnp.broadcast_to(x, (*own, x.shape[-1])).reshape(-1, x.shape[-1])
-    y = differentiated_as(reference, kernel, rows, weights, jnp.broadcast_to(groups, leading).reshape(-1))
+    groups = jnp.broadcast_to(groups, leading)
+    used = used_rows(math.prod(leading[:-1]))
+    if used.size:  # padding has no group
+        tokens = jnp.arange(math.prod(leading[:-1])).reshape(*leading[:-1], 1)
+        groups = jnp.where(tokens < used, groups, -1)
+    y = differentiated_as(reference, kernel, rows, weights, groups.reshape(-1))
     return y.reshape(*leading, weights.shape[1])
 
 
@@ -385,7 +394,8 @@ def _multi_linear_native_packed(
     def kernel(x: Array, weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> tuple[Array, ...]:
         shapes = ((x.shape[0], weight.shape[0]) for weight in weights)
         results = [jax.ShapeDtypeStruct(*result) for result in zip(shapes, of_results, strict=True)]
-        return tuple(library.call_many("verax_gemm_panels", results, x.astype(jnp.float32), *_arrays(weights, biases)))
+        arrays = x.astype(jnp.float32), used_rows(len(x)), *_arrays(weights, biases)
+        return tuple(library.call_many("verax_gemm_panels", results, *arrays))
 
     rows = x.reshape(-1, x.shape[-1])
     ys = differentiated_as(reference, kernel, rows, tuple(weights), tuple(biases or [None] * len(weights)))
@@ -418,7 +428,8 @@ def _of_pair(
 
     def kernel(x: Array, weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> Array:
         shape = x.shape[0], weights[1].shape[0]
-        return library.call(handler, shape, x.astype(jnp.float32), *_arrays(weights, biases), **attributes)
+        arrays = x.astype(jnp.float32), used_rows(len(x)), *_arrays(weights, biases)
+        return library.call(handler, shape, *arrays, **attributes)
 
     y = differentiated_as(reference, kernel, x.reshape(-1, x.shape[-1]), weights, biases)
     return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -17,6 +17,7 @@ from verax.errors import InvalidParameterError
 from verax.models import DTYPES, CausalLMConfig
 from verax.models.causal_lm import has_recurrent_layers, layer_heads, prediction_layers, sliding_windows, state_axes
 from verax.ops.attention import heads_to_join
+from verax.ops.cpu import library
 from verax.ops.paged import is_quantized, page_bytes
 from verax.text.engine.blocks import CacheGroup, CachePlan
 from verax.text.engine.engine_config import EngineConfig
@@ -70,9 +71,6 @@ class Repeats(NamedTuple):
 # and the host holds one of them for 1.3.
 REPEATS = {"gpu": Repeats(8, 10_000_000_000, MOST_DECODED), "cpu": Repeats(4, 1_000_000_000, 16)}
 """By platform; elsewhere a step decodes one token."""
-
-PADDING_TAKES_TIME = ("cpu",)
-"""Platforms on which a step takes as much longer as it has more tokens, padding or not."""
 
 LEAST_ADMITTED = 1024
 """Tokens that the smallest program which fills a slot takes; each further one takes eight times as many."""
@@ -286,11 +284,16 @@ def plan_sizes(
         structured_outputs=config.structured_outputs,
         **_draft_sizes(config, max_num_seqs, batched),
         adapters=config.enable_lora,
-        padding_takes_time=ops.target().platform in PADDING_TAKES_TIME,
+        padding_takes_time=_padding_takes_time(),
         joined_heads=_joined_heads(model, cache_dtype, devices),
         num_kept_states=kept,
         **_decode_steps(config, weights),
     )
+
+
+def _padding_takes_time() -> bool:
+    """True for CPUs whose kernels do not leave padding out (`ops.skip_padding`)."""
+    return ops.target().platform == "cpu" and not (library.available() and ops.target().num_devices == 1)
 
 
 def _decode_steps(config: EngineConfig, weights: int) -> dict[str, Any]:

@@ -294,10 +294,12 @@ def make_step(
             states: Any = layer_cache[-1]
             slots = _with_drafts(model, slots, states[slot], rows, skipped, shape.drafts, attend_to)
         text = slots.tokens[slot[owner], position]
-        hidden = final_hidden_states(model, text, position, attend, run_recurrent)
+        with ops.skip_padding(shape.tokens, _num_used(valid)):
+            hidden = final_hidden_states(model, text, position, attend, run_recurrent)
         # Decodes and verifications sample after each token; a mixed step may have as many rows as tokens, too.
         newest = hidden if shape.decode or shape.verify else hidden[jnp.maximum(starts[1:] - 1, 0)]
-        logits = model.logits(newest)
+        with ops.skip_padding(len(newest), _num_used(valid if shape.verify else count > 0)):
+            logits = model.logits(newest)
         if shape.verify:
             wanted = jnp.where(valid, rows[owner, 3], 0)
             rows = jnp.stack([slot[owner], position, jnp.ones_like(position), wanted], axis=1)
@@ -471,6 +473,11 @@ def _packed_tokens(count: Int[Array, "B"], num_tokens: int) -> tuple[Int[Array, 
     at = jnp.arange(num_tokens, dtype=jnp.int32)
     owner = jnp.minimum(num_up_to(starts, at) - 1, len(count) - 1).astype(jnp.int32)
     return starts, owner, at - starts[owner]
+
+
+def _num_used(valid: Bool[Array, "T"]) -> Int[Array, ""]:
+    """Number of the first rows, after which there is only padding."""
+    return jnp.max(jnp.where(valid, jnp.arange(1, 1 + len(valid), dtype=jnp.int32), 0))
 
 
 def _replayable(recurrence: RecurrentLayer) -> ReplayableLayer:

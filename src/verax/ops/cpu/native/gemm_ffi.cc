@@ -1,6 +1,7 @@
 // The FFI handlers of kernels/gemm.cc.
 #include "export.h"
 #include "gemm_run.h"
+#include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace verax {
@@ -8,14 +9,14 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-ffi::Error gemm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Buffer<ffi::F32> scales,
-                ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> y, int64_t kind) {
+ffi::Error gemm(ffi::ThreadPool pool, ffi::AnyBuffer x, UsedRows used, ffi::AnyBuffer weight,
+                ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> y, int64_t kind) {
   const auto in = x.dimensions(), shape = weight.dimensions(), out = y->dimensions();
   if (in.size() != 2 || out.size() != 2 || out[0] != in[0]) {
     return ffi::Error::InvalidArgument("gemm: expected x [M, K] and y [M, N]");
   }
   GemmTask task{};
-  task.M = in[0], task.N = out[1], task.K = in[1];
+  task.M = used_rows(used, in[0]), task.N = out[1], task.K = in[1];
   task.block = static_cast<BlockKind>(kind);
   const BlockShape blocks = block_shape(task.block);
   const bool fits = weight.element_type() != ffi::U32
@@ -48,11 +49,12 @@ ffi::Error gemm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, f
   task.bias = num_biases ? bias.typed_data() : nullptr;
   task.y = y->typed_data();
   run_gemm(pool, task);
+  clear_padding(*y, used);
   return ffi::Error::Success();
 }
 
 // Both operands in 8-bit integers: rows of x become them here.
-ffi::Error gemm_int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> weight,
+ffi::Error gemm_int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, UsedRows used, ffi::Buffer<ffi::S8> weight,
                      ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> y) {
   const auto in = x.dimensions(), shape = weight.dimensions(), out = y->dimensions();
   if (in.size() != 2 || shape.size() != 2 || out.size() != 2 || out[0] != in[0] || shape[0] != out[1] ||
@@ -61,7 +63,7 @@ ffi::Error gemm_int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   }
   GemmTask task{};
   task.kind = Weights::int8_pairs;
-  task.M = in[0], task.N = out[1], task.K = in[1];
+  task.M = used_rows(used, in[0]), task.N = out[1], task.K = in[1];
   const auto num_scales = static_cast<int64_t>(scales.element_count());
   const auto num_biases = static_cast<int64_t>(bias.element_count());
   if (task.K % GEMM_DEPTH_STEP != 0 || task.K > GEMM_INTEGER_DEPTH || task.N % GEMM_COLUMN_STEP != 0 ||
@@ -75,6 +77,7 @@ ffi::Error gemm_int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   task.bias = num_biases ? bias.typed_data() : nullptr;
   task.y = y->typed_data();
   run_rounded_gemm(pool, task);
+  clear_padding(*y, used);
   return ffi::Error::Success();
 }
 
@@ -85,6 +88,7 @@ VERAX_HANDLER(verax_gemm, verax::gemm,
               xla::ffi::Ffi::Bind()
                   .Ctx<xla::ffi::ThreadPool>()
                   .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<verax::UsedRows>()
                   .Arg<xla::ffi::AnyBuffer>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
@@ -95,6 +99,7 @@ VERAX_HANDLER(verax_gemm_int8, verax::gemm_int8,
               xla::ffi::Ffi::Bind()
                   .Ctx<xla::ffi::ThreadPool>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<verax::UsedRows>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S8>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()

@@ -27,8 +27,9 @@ void run(ffi::ThreadPool& pool, std::vector<LinearTask>& tasks) {
   run_linear(pool, tasks);
 }
 
-// A task with what concerns x and y; N from y.
-ffi::ErrorOr<LinearTask> begin_task(const ffi::Buffer<ffi::F32>& x, ffi::RemainingRets results, size_t index) {
+// A task with what concerns x and y; N from y, whose rows of padding are zeros already.
+ffi::ErrorOr<LinearTask> begin_task(const ffi::Buffer<ffi::F32>& x, const UsedRows& used, ffi::RemainingRets results,
+                                    size_t index) {
   auto result = results.get<ffi::Buffer<ffi::F32>>(index);
   if (!result) return ffi::Unexpected(result.error());
   const auto in = x.dimensions(), out = (*result)->dimensions();
@@ -36,17 +37,18 @@ ffi::ErrorOr<LinearTask> begin_task(const ffi::Buffer<ffi::F32>& x, ffi::Remaini
     return ffi::Unexpected(ffi::Error::InvalidArgument("linear: expected x [M, K] and y [M, N]"));
   }
   LinearTask task{};
-  task.M = in[0], task.N = out[1], task.K = in[1];
+  task.M = used_rows(used, in[0]), task.N = out[1], task.K = in[1];
   task.x = x.typed_data(), task.y = (*result)->typed_data();
+  clear_padding(**result, used);
   return task;
 }
 
-ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs weights,
+ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, UsedRows used, ffi::RemainingArgs weights,
                   ffi::RemainingRets results) {
   std::vector<LinearTask> tasks;
   for (size_t i = 0; i < weights.size(); ++i) {
     const auto weight = weights.get<ffi::AnyBuffer>(i);
-    auto task = begin_task(x, results, i);
+    auto task = begin_task(x, used, results, i);
     if (!weight || !task) return weight ? task.error() : weight.error();
     if (!is_shape(weight->dimensions(), {task->N, task->K})) {
       return ffi::Error::InvalidArgument("linear: expected a weight [N, K] for each y [M, N]");
@@ -68,13 +70,13 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
 }
 
 // `weights`: of each its values, its scales, and its zero points, which are empty but for int4.
-ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs weights,
+ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, UsedRows used, ffi::RemainingArgs weights,
                             ffi::RemainingRets results, int64_t group) {
   std::vector<LinearTask> tasks;
   for (size_t i = 0; i < weights.size() / 3; ++i) {
     const auto values = weights.get<ffi::AnyBuffer>(3 * i), scales = weights.get<ffi::AnyBuffer>(3 * i + 1);
     const auto zeros = weights.get<ffi::Buffer<ffi::S8>>(3 * i + 2);
-    auto found = begin_task(x, results, i);
+    auto found = begin_task(x, used, results, i);
     if (!values || !scales) return values ? scales.error() : values.error();
     if (!zeros) return zeros.error();
     if (!found) return found.error();
@@ -115,7 +117,7 @@ ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::
 }
 
 // `kinds`: BlockKind of each weight.
-ffi::Error linear_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs weights,
+ffi::Error linear_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, UsedRows used, ffi::RemainingArgs weights,
                          ffi::RemainingRets results, ffi::Span<const int64_t> kinds) {
   std::vector<LinearTask> tasks;
   if (weights.size() == 0 || results.size() != weights.size() || kinds.size() != weights.size()) {
@@ -123,7 +125,7 @@ ffi::Error linear_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Rem
   }
   for (size_t i = 0; i < weights.size(); ++i) {
     const auto words = weights.get<ffi::Buffer<ffi::U32>>(i);
-    auto task = begin_task(x, results, i);
+    auto task = begin_task(x, used, results, i);
     if (!words || !task) return words ? task.error() : words.error();
     task->kind = Weights::blocks, task->block = static_cast<BlockKind>(kinds[i]);
     task->weights = words->untyped_data();
@@ -146,6 +148,7 @@ VERAX_HANDLER(verax_linear, verax::linear,
               xla::ffi::Ffi::Bind()
                   .Ctx<xla::ffi::ThreadPool>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<verax::UsedRows>()
                   .RemainingArgs()
                   .RemainingRets());
 
@@ -153,6 +156,7 @@ VERAX_HANDLER(verax_linear_quantized, verax::linear_quantized,
               xla::ffi::Ffi::Bind()
                   .Ctx<xla::ffi::ThreadPool>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<verax::UsedRows>()
                   .RemainingArgs()
                   .RemainingRets()
                   .Attr<int64_t>("group"));
@@ -161,6 +165,7 @@ VERAX_HANDLER(verax_linear_blocks, verax::linear_blocks,
               xla::ffi::Ffi::Bind()
                   .Ctx<xla::ffi::ThreadPool>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<verax::UsedRows>()
                   .RemainingArgs()
                   .RemainingRets()
                   .Attr<xla::ffi::Span<const int64_t>>("kinds"));

@@ -3,6 +3,7 @@
 
 #include "export.h"
 #include "panels_run.h"
+#include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace verax {
@@ -52,7 +53,8 @@ ffi::Error read_weight(ffi::RemainingArgs weights, size_t at, int64_t N, GemmTas
 }
 
 // `weights`: of each its panels, its scales and its bias.
-ffi::Error gemm_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weights, ffi::RemainingRets results) {
+ffi::Error gemm_panels(ffi::ThreadPool pool, Floats x, UsedRows used, ffi::RemainingArgs weights,
+                       ffi::RemainingRets results) {
   const auto in = x.dimensions();
   if (in.size() != 2 || results.size() == 0 || weights.size() != 3 * results.size()) {
     return ffi::Error::InvalidArgument("gemm_panels: expected x [M, K], and panels, scales and a bias for each result");
@@ -68,7 +70,8 @@ ffi::Error gemm_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weight
       return ffi::Error::InvalidArgument("gemm_panels: a weight [N, K] does not fit x [M, K] and y [M, N]");
     }
     if (i > 0 && task.kind != tasks[0].kind) return ffi::Error::InvalidArgument("gemm_panels: weights of two dtypes");
-    task.M = in[0], task.x = x.typed_data();
+    task.M = used_rows(used, in[0]), task.x = x.typed_data();
+    clear_padding(**result, used);
     switch ((*result)->element_type()) {
       case ffi::F32: task.y = static_cast<float*>((*result)->untyped_data()); break;
       case ffi::BF16: task.rounded = static_cast<uint16_t*>((*result)->untyped_data()); break;
@@ -81,7 +84,7 @@ ffi::Error gemm_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weight
 }
 
 // `weights`: panels, scales and bias of up, which has a GELU (`approximate`: by tanh), then of down.
-ffi::Error mlp_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weights, ffi::Result<Floats> y,
+ffi::Error mlp_panels(ffi::ThreadPool pool, Floats x, UsedRows used, ffi::RemainingArgs weights, ffi::Result<Floats> y,
                       bool approximate) {
   const auto in = x.dimensions(), out = y->dimensions();
   if (in.size() != 2 || out.size() != 2 || out[0] != in[0] || weights.size() != 6) {
@@ -93,15 +96,16 @@ ffi::Error mlp_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weights
   if (up.K != in[1] || up.kind != down.kind) {
     return ffi::Error::InvalidArgument("mlp_panels: weights [H, K] and [N, H] of one dtype do not fit x [M, K] and y [M, N]");
   }
-  up.M = down.M = in[0];
+  up.M = down.M = used_rows(used, in[0]);
   up.x = x.typed_data(), up.activation = approximate ? Activation::gelu_tanh : Activation::gelu;
   down.y = y->typed_data();
   run_mlp(pool, up, down);
+  clear_padding(*y, used);
   return ffi::Error::Success();
 }
 
 // y = SiLU(gate of x) * (up of x). `weights`: panels, scales and bias of gate, then of up.
-ffi::Error swiglu_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weights, ffi::Result<Floats> y) {
+ffi::Error swiglu_panels(ffi::ThreadPool pool, Floats x, UsedRows used, ffi::RemainingArgs weights, ffi::Result<Floats> y) {
   const auto in = x.dimensions(), out = y->dimensions();
   if (in.size() != 2 || out.size() != 2 || out[0] != in[0] || weights.size() != 6) {
     return ffi::Error::InvalidArgument("swiglu_panels: expected x [M, K], panels, scales and a bias of two weights, and y [M, N]");
@@ -112,8 +116,9 @@ ffi::Error swiglu_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weig
   if (gate.K != in[1] || up.K != in[1] || gate.kind != up.kind) {
     return ffi::Error::InvalidArgument("swiglu_panels: weights [N, K] of one dtype do not fit x [M, K] and y [M, N]");
   }
-  up.M = in[0], up.x = x.typed_data(), up.y = y->typed_data(), up.gate = &gate;
+  up.M = used_rows(used, in[0]), up.x = x.typed_data(), up.y = y->typed_data(), up.gate = &gate;
   run_panels(pool, {up});
+  clear_padding(*y, used);
   return ffi::Error::Success();
 }
 
@@ -124,6 +129,7 @@ VERAX_HANDLER(verax_gemm_panels, verax::gemm_panels,
               xla::ffi::Ffi::Bind()
                   .Ctx<xla::ffi::ThreadPool>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<verax::UsedRows>()
                   .RemainingArgs()
                   .RemainingRets());
 
@@ -131,6 +137,7 @@ VERAX_HANDLER(verax_swiglu_panels, verax::swiglu_panels,
               xla::ffi::Ffi::Bind()
                   .Ctx<xla::ffi::ThreadPool>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<verax::UsedRows>()
                   .RemainingArgs()
                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
@@ -138,6 +145,7 @@ VERAX_HANDLER(verax_mlp_panels, verax::mlp_panels,
               xla::ffi::Ffi::Bind()
                   .Ctx<xla::ffi::ThreadPool>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<verax::UsedRows>()
                   .RemainingArgs()
                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Attr<bool>("approximate"));
