@@ -25,6 +25,9 @@ namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
+// Cells of K at a time. Narrow strips leave room for more.
+constexpr int64_t DEPTH = SUMS == 12 ? GEMM_DEPTH : GEMM_DEPTH / 2;
+
 // Layout of x for cells of W, and the cells that it becomes.
 template <class Kind>
 struct Inputs {
@@ -44,9 +47,9 @@ struct Inputs<IntegerCells> {
 
 // Numbers of a row of x, and of a column of W, in a piece.
 template <class Cells>
-constexpr int64_t X_NUMBERS = GEMM_DEPTH;
+constexpr int64_t X_NUMBERS = DEPTH;
 template <class Cells>
-constexpr int64_t W_NUMBERS = GEMM_DEPTH;
+constexpr int64_t W_NUMBERS = DEPTH;
 
 #if defined(VERAX_CODE_CELLS)
 
@@ -57,8 +60,8 @@ struct CodeCells {
   using Element = float;
   static constexpr int depth = 2;
   static constexpr int64_t CELLS_OF_CHUNK = CHUNK / depth, CELLS_OF_GROUP = Format::GROUP / depth;
-  static constexpr int64_t CHUNKS = GEMM_DEPTH / CELLS_OF_CHUNK, GROUPS = GEMM_DEPTH / CELLS_OF_GROUP;
-  static constexpr int64_t SCALES = GEMM_DEPTH, SUMS = SCALES + CHUNKS, MINIMUMS = SCALES + GROUPS;
+  static constexpr int64_t CHUNKS = DEPTH / CELLS_OF_CHUNK, GROUPS = DEPTH / CELLS_OF_GROUP;
+  static constexpr int64_t SCALES = DEPTH, SUMS = SCALES + CHUNKS, MINIMUMS = SCALES + GROUPS;
 
   // The chunk of a row of x.
   static void put(float* row, int64_t chunk, const float* x) {
@@ -219,7 +222,7 @@ void multiply_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
   float* memory = static_cast<float*>(scratch);
   const Strided<STRIP> weight{memory};
   const Strided<X_NUMBERS<Cells>> x{memory + W_NUMBERS<Cells> * STRIP};
-  const int64_t most = GEMM_DEPTH * Cells::depth;
+  const int64_t most = DEPTH * Cells::depth;
   for (int64_t k = 0; k < t.K; k += most) {
     const int64_t values = t.K - k < most ? t.K - k : most, depth = values / Cells::depth;
     const bool last = k + values == t.K;

@@ -46,8 +46,9 @@ inline bool gemm_rounds_blocks() {
   return level() == Level::avx512_bf16 || level() == Level::amx || level() == Level::neon_bf16;
 }
 
-// Cells of K that are multiplied at a time: this number of 48 columns fills three quarters of a 48 KB cache.
-constexpr int64_t GEMM_DEPTH = 192;
+// Cells of K that are multiplied at a time, at most: half as many of 48 columns, or all of 16, fill three quarters of a first
+// cache level of 48 KB, or of 32.
+constexpr int64_t GEMM_DEPTH = 384;
 
 // Most columns of W that are packed next to each other.
 constexpr int64_t GEMM_STRIP = 48;
