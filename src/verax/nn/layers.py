@@ -345,7 +345,9 @@ def pack_linear_weights(model: Any, *, few_rows: bool = False) -> None:
     pack = jax.jit(ops.pack_weight, static_argnames="few_rows")
     for _, layer in nnx.iter_modules(model):
         if isinstance(layer, Linear) or (few_rows and isinstance(layer, Embedding) and is_tied_head(model, layer)):
-            layer.weight = nnx.Param[Any](pack(layer.weight.get_value(), few_rows=few_rows))
+            weight = layer.weight.get_value()
+            if not ops.pack_weight.select(weight, few_rows=few_rows).is_reference:  # XLA would copy it into small pages
+                layer.weight = nnx.Param[Any](pack(weight, few_rows=few_rows))
 
 
 def packed_copy(model: Any, *, few_rows: bool = False) -> Any:
