@@ -21,11 +21,12 @@ from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config, tin
 from verax import checkpoint
 from verax.checkpoint import Checkpoint, load, load_module
 from verax.checkpoint.formats import compressed_tensors
-from verax.checkpoint.load import DRAWN, HostMemory, random_weight
+from verax.checkpoint.load import DRAWN, random_weight
 from verax.errors import CheckpointError
 from verax.loading import load_causal_lm
 from verax.nn import Linear, RMSNorm
 from verax.ops import QuantizedWeight, quantize
+from verax.ops.memory import HostMemory
 from verax.text.tokens.tokenizer import Tokenizer
 
 
@@ -394,6 +395,17 @@ def test_a_norm_does_not_keep_the_memory_of_weights_that_are_dropped():
     del weight, memory  # as when weights are packed
     assert chunk() is None
     np.testing.assert_array_equal(norm, 1)
+
+
+def test_an_array_of_xlas_moves_into_large_pages():
+    memory, array = HostMemory(), jnp.arange(1 << 16, dtype=jnp.bfloat16).reshape(256, 256)
+    moved = memory.moved(array)
+    np.testing.assert_array_equal(moved, array)
+    assert moved.devices() == array.devices()
+    assert moved.dtype == array.dtype
+    beside = memory.empty((256, 256), np.dtype("float32"))  # the chunk's next array
+    assert moved.unsafe_buffer_pointer() + moved.nbytes == beside.ctypes.data
+    jax.jit(memory.moved)(array)  # traced: unchanged
 
 
 def test_random_weights_keep_the_scale_of_what_they_multiply_and_differ_by_row():

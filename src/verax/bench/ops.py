@@ -19,9 +19,9 @@ from verax._compat import compiler_options
 from verax.bench.harness import Benchmark, Case, Side, import_torch, launched, torch_device
 from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import OpsSettings, check_names
-from verax.checkpoint.load import HostMemory
 from verax.errors import InvalidParameterError
 from verax.ops.cpu import library
+from verax.ops.memory import HostMemory
 from verax.ops.paged import QuantizedPages, page_bytes, quantize_tokens
 
 WEIGHTS: dict[str, tuple[int, int | None] | str | None] = {

@@ -4,8 +4,8 @@ Many checkpoints have a stack `[E, F, D]`, such as a layer's experts, as single 
 `stacked_weights`: pairs of a pattern of a stack's key, and the replacements that turn it into the keys of the matrices
 whose rows make up each of the E, with `{}` for the number of the expert.
 
-`Placement` copies a weight to one device, or each part of it to a device of a mesh; `HostMemory` has the arrays of CPU
-devices in large pages; `random_weights` stands in for a checkpoint in comparisons and measurements.
+`Placement` copies a weight to one device, or each part of it to a device of a mesh; `random_weights` stands in for a
+checkpoint in comparisons and measurements.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from jax.typing import DTypeLike
 from verax.checkpoint.checkpoint import Checkpoint
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.ops.division import Division, check_division, partition, repeated
+from verax.ops.memory import HostMemory
 from verax.ops.quantized import INT4_ROWS, Precision, QuantizedWeight
 from verax.ops.quantized import quantize as quantize_weight
 
@@ -425,60 +426,6 @@ def split_quantized(stack: QuantizedWeight, parts: int) -> Iterator[list[Quantiz
         matrix: QuantizedWeight = jax.tree.map(lambda array, i=i: array[i], stack)
         pairs = zip(jnp.split(matrix.integers(), parts), jnp.split(matrix.row_scales(), parts), strict=True)
         yield [QuantizedWeight.from_integers(*pair, matrix.bits, matrix.group_size) for pair in pairs]
-
-
-ALIGNMENT = 64
-"""Alignment in bytes. XLA copies an array on the host that is aligned to less."""
-
-LARGE_PAGE = 1 << 21
-"""Size of a large page in bytes, on x86-64 and on most ARM systems with Linux."""
-
-CHUNK = 32 * LARGE_PAGE
-"""Smallest size of a chunk in bytes."""
-
-SMALL = 1 << 16
-"""Bytes below which an array is allocated by itself. The large arrays of a chunk are freed together once their weights
-are packed, and a norm next to them would keep all of it."""
-
-
-class HostMemory:
-    """Allocator of arrays, of which all but small ones lie side by side in chunks of large pages.
-
-    The speed of a product is limited by the reading of its weight, and small pages slow that reading down. An array
-    that is allocated by itself lies in large pages only in part, or not at all. The memory of a chunk is freed with
-    the last of its arrays.
-    """
-
-    def __init__(self) -> None:
-        self._chunk = np.empty(0, np.uint8)
-        self._used = 0
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        """An uninitialised array."""
-        size = math.prod(shape) * dtype.itemsize
-        if size < SMALL:
-            return np.empty(shape, dtype)
-        if self._used + size > len(self._chunk):
-            self._chunk, self._used = _large_pages(max(size, CHUNK)), 0
-        at = self._used
-        self._used = -(-(at + size) // ALIGNMENT) * ALIGNMENT
-        return self._chunk[at : at + size].view(dtype).reshape(shape)
-
-    def copy(self, array: Any, dtype: np.dtype[Any]) -> np.ndarray:
-        """A copy of `array` with the dtype `dtype`."""
-        copy = self.empty(array.shape, dtype)
-        copy[...] = array
-        return copy
-
-
-def _large_pages(size: int) -> np.ndarray:
-    """Uninitialised uint8 array of `size` bytes that begins at the boundary of a large page.
-
-    NumPy requests large pages of Linux for an allocation of this size. A page takes memory from its first write on.
-    """
-    memory = np.empty(size + LARGE_PAGE, np.uint8)
-    begin = -memory.ctypes.data % LARGE_PAGE
-    return memory[begin : begin + size]
 
 
 DRAWN = 1_000_003

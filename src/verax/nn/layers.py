@@ -20,6 +20,7 @@ from verax.nn.parallel import concatenate_parts, num_parts, part_index, sum_part
 from verax.ops.conv import Padding, Stride
 from verax.ops.division import Division
 from verax.ops.linear import rounded_to
+from verax.ops.memory import HostMemory
 
 
 @dataclass(frozen=True)
@@ -342,12 +343,13 @@ def pack_linear_weights(model: Any, *, few_rows: bool = False) -> None:
     `few_rows`: True for a language model, whose decode steps have few rows. A table of embeddings that is its output
     head too (`is_tied_head`) is packed as well.
     """
-    pack = jax.jit(ops.pack_weight, static_argnames="few_rows")
+    pack, memory = jax.jit(ops.pack_weight, static_argnames="few_rows"), HostMemory()
     for _, layer in nnx.iter_modules(model):
         if isinstance(layer, Linear) or (few_rows and isinstance(layer, Embedding) and is_tied_head(model, layer)):
             weight = layer.weight.get_value()
-            if not ops.pack_weight.select(weight, few_rows=few_rows).is_reference:  # XLA would copy it into small pages
-                layer.weight = nnx.Param[Any](pack(weight, few_rows=few_rows))
+            if not ops.pack_weight.select(weight, few_rows=few_rows).is_reference:  # else it would be a copy
+                packed = pack(weight, few_rows=few_rows)
+                layer.weight = nnx.Param[Any](jax.tree.map(memory.moved, packed))
 
 
 def packed_copy(model: Any, *, few_rows: bool = False) -> Any:

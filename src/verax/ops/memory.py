@@ -1,15 +1,19 @@
 """Operations that change no value but a program's memory: layers applied to blocks of tokens in turn, and arrays that a
-compiler has to keep, where it would rather compute them again from their parts.
+compiler has to keep, where it would rather compute them again from their parts. And `HostMemory`, for arrays of CPU
+devices.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Shaped
 
 from verax.ops._dispatch import Example, float32, operation
@@ -87,3 +91,64 @@ def _barrier(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
 
 
 materialize.examples = [Example((float32(4, 1024),))]
+
+
+ALIGNMENT = 64
+"""Alignment in bytes. XLA copies an array on the host that is aligned to less."""
+
+LARGE_PAGE = 1 << 21
+"""Size of a large page in bytes, on x86-64 and on most ARM systems with Linux."""
+
+CHUNK = 32 * LARGE_PAGE
+"""Smallest size of a chunk in bytes."""
+
+SMALL = 1 << 16
+"""Bytes below which an array is allocated by itself. The large arrays of a chunk are freed together once their weights
+are packed, and a norm next to them would keep all of it."""
+
+
+class HostMemory:
+    """Allocator of arrays, of which all but small ones lie side by side in chunks of large pages.
+
+    The speed of a product is limited by the reading of its weight, and small pages slow that reading down. An array
+    that is allocated by itself lies in large pages only in part, or not at all. The memory of a chunk is freed with
+    the last of its arrays.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = np.empty(0, np.uint8)
+        self._used = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """An uninitialised array."""
+        size = math.prod(shape) * dtype.itemsize
+        if size < SMALL:
+            return np.empty(shape, dtype)
+        if self._used + size > len(self._chunk):
+            self._chunk, self._used = _large_pages(max(size, CHUNK)), 0
+        at = self._used
+        self._used = -(-(at + size) // ALIGNMENT) * ALIGNMENT
+        return self._chunk[at : at + size].view(dtype).reshape(shape)
+
+    def copy(self, array: Any, dtype: np.dtype[Any]) -> np.ndarray:
+        """A copy of `array` with the dtype `dtype`."""
+        copy = self.empty(array.shape, dtype)
+        copy[...] = array
+        return copy
+
+    def moved(self, array: jax.Array) -> jax.Array:
+        """An array on a CPU, moved out of XLA's memory, which has small pages; others, and traced ones, unchanged."""
+        devices = [] if isinstance(array, Tracer) else [*array.devices()]
+        if [device.platform for device in devices] != ["cpu"]:
+            return array
+        return jax.device_put(self.copy(np.asarray(array), array.dtype), devices[0])
+
+
+def _large_pages(size: int) -> np.ndarray:
+    """Uninitialised uint8 array of `size` bytes that begins at the boundary of a large page.
+
+    NumPy requests large pages of Linux for an allocation of this size. A page takes memory from its first write on.
+    """
+    memory = np.empty(size + LARGE_PAGE, np.uint8)
+    begin = -memory.ctypes.data % LARGE_PAGE
+    return memory[begin : begin + size]
