@@ -148,6 +148,7 @@ def test_a_batch_makes_a_clip_for_each_line_and_continues_where_it_stopped(
     run, folders, picture, tmp_path, monkeypatch
 ):
     pytest.importorskip("av")
+    clips = tmp_path / "made" / "clips"
     lines = [
         {"custom_id": "one", "prompt": "a red circle"},
         {"custom_id": "wide", "prompt": "a red circle", "num_frames": 8},
@@ -155,11 +156,11 @@ def test_a_batch_makes_a_clip_for_each_line_and_continues_where_it_stopped(
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     options = ["--image", picture, "--num-frames", "5", "--inference-steps", "1", "--dtype", "float32"]
-    batch = ["video", "-m", folders["i2v"], "--batch", tmp_path / "in.jsonl", "-o", tmp_path / "clips", *options]
+    batch = ["video", "-m", folders["i2v"], "--batch", tmp_path / "in.jsonl", "-o", clips, *options]
     write = files._write_mp4
 
     def interrupted(frames, path, fps, crf):
-        if (tmp_path / "clips" / "one.mp4").exists():
+        if (clips / "one.mp4").exists():
             raise KeyboardInterrupt
         write(frames, path, fps, crf)
 
@@ -169,11 +170,11 @@ def test_a_batch_makes_a_clip_for_each_line_and_continues_where_it_stopped(
     assert done.status == 130
     assert "1 done, 1 failed, 0 skipped in " in done.err
     assert "stopped before the end: the same command continues with the rest" in done.err
-    assert sorted(path.name for path in (tmp_path / "clips").iterdir()) == ["one.mp4", "results.jsonl"]
+    assert sorted(path.name for path in clips.iterdir()) == ["one.mp4", "results.jsonl"]
     done = run(*batch)
     assert (done.status, done.out) == (1, "")
     assert "1 done, 0 failed, 2 skipped (earlier errors: 1; " in done.err
-    results = [json.loads(line) for line in (tmp_path / "clips" / "results.jsonl").read_text().splitlines()]
+    results = [json.loads(line) for line in (clips / "results.jsonl").read_text().splitlines()]
     assert [result["file"] for result in results] == ["one.mp4", None, "two.mp4"]
     assert [result["custom_id"] for result in results] == ["one", "wide", "two"]
     assert results[1]["error"]["message"] == "num_frames: expected 4n + 1, got 8; nearest 5 or 9"

@@ -203,7 +203,7 @@ def _make_clips(
     check_input(path, folder / RESULTS, "--batch")
     require_optional("av")
     file = InputFile(path, "prompt")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     results = open_results(folder / RESULTS, ClipLine, retry_errors=retry_errors)  # before the model is loaded
     pipe = VideoPipeline.from_pretrained(**pipeline, show_progress=False)
     if not run_lines("clips", file, results, Clips(pipe, folder, request)):
