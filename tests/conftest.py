@@ -26,7 +26,7 @@ OPTIMISED = {"parity", "real", "gpu", "serve", "targets"}
 answers alone with those in a batch, which without optimisations may part where two tokens are almost equally likely, or
 read what the optimisations of another device's compiler come to."""
 
-LONG = ("video/test_mesh", "recipes/text/test_recipe", "recipes/video/test_recipe", "cli/test_demo", "bench/delta")
+LONG = ("video/test_mesh", "recipes/text/test_recipe", "recipes/video/test_recipe", "cli/test_demo", "bench/test_delta")
 """Files of few tests that take long. They come first, so that no worker is left with one at the end."""
 
 ARRAYS = ("ops", "nn", "models", "text.step.step", "text.step.slots", "text.step.runner", "train.loss")

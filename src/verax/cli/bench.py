@@ -30,7 +30,7 @@ SUBJECTS: Mapping[str, tuple[type[settings.Settings], str]] = {
     "embed": (settings.EmbedSettings, "embed.cases"),
     "video": (settings.VideoSettings, "video.cases"),
     "ops": (settings.OpsSettings, "ops"),
-    "delta": (settings.DeltaSettings, "delta.cases"),
+    "delta": (settings.DeltaSettings, "delta"),
     "serve": (settings.ServeSettings, "serve.cases"),
     "accelerator": (settings.AcceleratorSettings, "accelerator"),
     "reports": (settings.ReportsSettings, "accelerator"),

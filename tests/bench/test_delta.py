@@ -6,10 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verax.bench import harness
-from verax.bench.delta import baselines, cases
-from verax.bench.delta.baselines import torch_side
-from verax.bench.delta.cases import check
+from verax.bench import delta, harness
+from verax.bench.delta import check, torch_side
 from verax.bench.harness import Case
 from verax.bench.settings import CONFIGURATIONS, SECTIONS, DeltaSettings
 from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
@@ -19,11 +17,11 @@ torch = pytest.importorskip("torch")
 
 def test_the_gated_rules_count():
     # One token, one head: decay, two reads, one write of a state of 4 x 8.
-    assert cases.gated_rule_flops(1, 1, 4, 8) == 7 * 32
+    assert delta.gated_rule_flops(1, 1, 4, 8) == 7 * 32
     d, C = 128, 64
-    assert cases.gated_rule_flops(10, 3, d, d, C) == 30 * (6 * d * d + 10 * C * d + C * C // 3)
-    assert cases.gated_rule_flops(10, 3, d, d, C, solved=True) == 30 * (6 * d * d + 7 * C * d)
-    assert cases.gated_rule_bytes(5, 2, 3, 4, 8) == 5 * 3 * 4 * (4 + 4 + 8 + 8 + 2) + 2 * 2 * 3 * 4 * 8 * 4
+    assert delta.gated_rule_flops(10, 3, d, d, C) == 30 * (6 * d * d + 10 * C * d + C * C // 3)
+    assert delta.gated_rule_flops(10, 3, d, d, C, solved=True) == 30 * (6 * d * d + 7 * C * d)
+    assert delta.gated_rule_bytes(5, 2, 3, 4, 8) == 5 * 3 * 4 * (4 + 4 + 8 + 8 + 2) + 2 * 2 * 3 * 4 * 8 * 4
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +29,19 @@ def small():
     """Small cases, and nothing of the machine is measured."""
     with pytest.MonkeyPatch.context() as patch:
         sizes = dict(vocab_size=40, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=3)
-        patch.setattr(cases, "LAM", dataclasses.replace(cases.LAM, **sizes))
-        patch.setattr(cases, "SENTENCES", {"Short": (2, 64)})
+        patch.setattr(delta, "LAM", dataclasses.replace(delta.LAM, **sizes))
+        patch.setattr(delta, "SENTENCES", {"Short": (2, 64)})
         patch.setitem(CONFIGURATIONS, "Small", (1, 2, 32))
-        patch.setattr(cases, "HEADS", 2)
-        patch.setattr(cases, "SIZE", 16)
-        patch.setattr(cases, "DECODE", (3, 1, 2, 16))
+        patch.setattr(delta, "HEADS", 2)
+        patch.setattr(delta, "SIZE", 16)
+        patch.setattr(delta, "DECODE", (3, 1, 2, 16))
         patch.setattr(harness, "SHORTEST", 0.0)
         yield
 
 
 @pytest.fixture(scope="module")
 def result(small):
-    return cases.bench_delta(DeltaSettings(configs="Small", against="torch,transformers", runs=2, warmup=0))
+    return delta.bench_delta(DeltaSettings(configs="Small", against="torch,transformers", runs=2, warmup=0))
 
 
 def test_all_sides_do_the_same_work_and_are_in_one_result(result):
@@ -96,7 +94,7 @@ def test_cython_runs_the_same_code(monkeypatch, tmp_path):
     from verax.compare.references import lam
 
     monkeypatch.setenv("CFLAGS", "-O0")
-    compiled = baselines.cythonized(Path(lam.__file__), tmp_path)
+    compiled = delta.cythonized(Path(lam.__file__), tmp_path)
     assert Path(compiled.__file__).suffix == ".so"
     layers = []
     for library in (lam, compiled):
@@ -110,7 +108,7 @@ def test_cython_runs_the_same_code(monkeypatch, tmp_path):
 def test_without_a_compiler_cython_is_named_and_the_rest_remains(bench, small, monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "false")
     with pytest.raises(MissingDependencyError, match="a C compiler"):
-        baselines.find_baselines(DeltaSettings(against="cython"), tmp_path)
+        delta.find_baselines(DeltaSettings(against="cython"), tmp_path)
     status, out, _ = bench("delta", "--only", "decode", "--runs", 1, "--warmup", 0, "--output", tmp_path)
     assert (status, "| Step | **verax " in out) == (0, True)
     assert "Left out: cython (the baseline needs Cython, setuptools and a C compiler" in out
@@ -118,6 +116,6 @@ def test_without_a_compiler_cython_is_named_and_the_rest_remains(bench, small, m
 
 
 def test_platforms_without_a_common_device_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(baselines.jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(delta.jax, "default_backend", lambda: "tpu")
     with pytest.raises(InvalidParameterError, match="JAX runs on tpu"):
-        baselines.find_baselines(DeltaSettings(against="torch"), tmp_path)
+        delta.find_baselines(DeltaSettings(against="torch"), tmp_path)

@@ -1,1 +1,0 @@
-"""The delta rules compared with PyTorch: `verax bench delta`."""
