@@ -21,7 +21,7 @@ from verax.options import option, options_of
 from verax.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from verax.ray.replicas import RunningReplicas
+    from verax.ray.remote_llm import RunningReplicas
     from verax.serve.http.server import Server
     from verax.text.features.lora import LoRARequest
 
@@ -229,7 +229,7 @@ class Models:
         if not (least.isdecimal() and most.isdecimal()):
             raise typer.BadParameter(f"--replicas: expected a number, or two as 1:8, got {given!r}")
         require_optional("ray.serve")
-        from verax.ray.replicas import running_replicas
+        from verax.ray.remote_llm import running_replicas
 
         resources = {name: self._ray[name] for name in ("num_cpus", "num_gpus")}
         return running_replicas(self.loader(settings, **queue), (int(least), int(most)), **resources)

@@ -1,4 +1,4 @@
-"""Applications of Ray Serve: replicas of a server's models, and in front of them OpenAI's HTTP."""
+"""`deployment`: an application of Ray Serve, replicas of a text model with OpenAI's HTTP in front of them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from verax._optional import require_optional
-from verax.ray.cluster import actor_environment, check_actors
+from verax.ray.cluster import actor_environment
+from verax.ray.replica import MOST_ONGOING, TARGET, bind_replicas
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
-
-TARGET = 32.0
-"""Requests of a replica that autoscaling aims at."""
-
-MOST_ONGOING = 1024
-"""Requests that a replica takes at once; its engine queues those beyond its slots."""
-
-HEALTH_PERIOD, HEALTH_TIMEOUT = 2.0, 10.0
-"""Seconds between two health checks of a replica, and for its answer."""
 
 
 def deployment(
@@ -84,40 +76,6 @@ def deployment(
         ray_actor_options={"num_cpus": 0.5, "runtime_env": actor_environment()},
     )
     return ingress.bind(handle, model, revision, names, max_queued_requests, settings)
-
-
-def bind_replicas(
-    new_server: functools.partial[Server],
-    bounds: int | tuple[int, int],
-    *,
-    num_cpus: float = 1.0,
-    num_gpus: float = 0.0,
-    target_ongoing_requests: float = TARGET,
-    max_queued_requests: int = 1024,
-) -> Any:
-    """An application of Ray Serve without HTTP: replicas of a server's models, called through a handle.
-
-    `new_server`: loads the models. It is pickled. `bounds`: number of replicas, or the least and the most.
-    `max_queued_requests`: most requests that wait at one handle for a replica.
-    """
-    from verax.ray.replica import Replica
-
-    least, most = check_actors("replicas", bounds, num_cpus, num_gpus)
-    bounds_of_scaling = {"min_replicas": least, "max_replicas": most}
-    scaling: dict[str, Any] = {"num_replicas": least}
-    if most > least:
-        scaling = {"autoscaling_config": {**bounds_of_scaling, "target_ongoing_requests": target_ongoing_requests}}
-    application = require_optional("ray.serve").deployment(
-        Replica,
-        name="verax-replica",
-        max_ongoing_requests=MOST_ONGOING,
-        max_queued_requests=max_queued_requests,
-        health_check_period_s=HEALTH_PERIOD,
-        health_check_timeout_s=HEALTH_TIMEOUT,
-        ray_actor_options={"num_cpus": num_cpus, "num_gpus": num_gpus, "runtime_env": actor_environment()},
-        **scaling,
-    )
-    return application.bind(new_server)
 
 
 def _new_server(model: str | None, names: tuple[str, ...], **options: Any) -> Server:

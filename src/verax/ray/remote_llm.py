@@ -1,4 +1,5 @@
-"""`RemoteLLM`: the engines of replicas as one, whose answers survive the replica that began them; and its HTTP server.
+"""`RemoteLLM`: the engines of replicas as one, whose answers survive the replica that began them; its HTTP server; and
+`running_replicas`, which has replicas for as long as a command runs.
 
 A draw depends on the request's seed and the place in the answer only. What a replica has sent of an answer is therefore
 enough for another one to continue it, as if nothing had happened: the engine counts the tokens for its penalties, finds
@@ -8,17 +9,19 @@ its place in a grammar, and holds back the same beginnings of stop strings (`con
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import secrets
 import time
 import uuid
 from collections import OrderedDict, abc
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 import ray.exceptions
 from ray import serve
 from ray.serve.exceptions import BackPressureError
@@ -26,10 +29,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from verax import builtin, checkpoint
+from verax.batch.requests import Answer, RequestLine
 from verax.errors import EngineDeadError, QueueFullError, VeraxError
 from verax.models import CausalLMConfig, causal_lm
-from verax.ray.cluster import keep_off_the_network
-from verax.ray.replica import Part
+from verax.ray.cluster import keep_off_the_network, start_ray
+from verax.ray.replica import Part, bind_replicas
 from verax.serve.app import create_app
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
@@ -237,13 +241,13 @@ class RemoteLLM:
     ) -> str:
         """The prompt of a conversation, by the checkpoint's chat template. It is rendered in a thread."""
         assert self.tokenizer is not None
-        call = partial(self.tokenizer.apply_chat_template, messages, tools=tools, **template_options)
+        call = functools.partial(self.tokenizer.apply_chat_template, messages, tools=tools, **template_options)
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, tokenised in a thread."""
         assert self.tokenizer is not None
-        call = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        call = functools.partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     async def shutdown(self, timeout: float = 0) -> None:
@@ -341,3 +345,69 @@ class Ingress:
         """Fail if the server takes no requests. Ray Serve calls it every few seconds."""
         if not self._server.engine.is_running:
             raise RuntimeError("the server is at its end")
+
+
+@contextlib.contextmanager
+def running_replicas(
+    new_server: functools.partial[Server], bounds: int | tuple[int, int], *, num_cpus: float, num_gpus: float
+) -> Iterator[RunningReplicas]:
+    """Context of replicas on the cluster, or on this machine.
+
+    `new_server`: loads the models of each. It is pickled. `bounds`: number of replicas, or the least and the most.
+    """
+    started = not ray.is_initialized()
+    start_ray()
+    name = f"verax-{secrets.token_hex(4)}"
+    try:
+        application = bind_replicas(new_server, bounds, num_cpus=num_cpus, num_gpus=num_gpus, max_queued_requests=-1)
+        serve.start(proxy_location="Disabled")
+        try:
+            try:
+                handle = serve.run(application, name=name, route_prefix=None)  # waits until they are ready
+            except RuntimeError as error:
+                raise VeraxError(f"replicas: they did not start: {error}") from error
+            sizes = handle.sizes.remote().result()
+            yield RunningReplicas(handle, sizes, bounds if isinstance(bounds, int) else bounds[1])
+        finally:
+            serve.delete(name)
+    finally:
+        if started:
+            ray.shutdown()
+
+
+class RunningReplicas:
+    """Replicas that run, as a batch calls them: the line of a replica that dies goes to another one.
+
+    `max_num_seqs`: most sequences that can run at once, on as many replicas as there can be.
+    """
+
+    def __init__(self, handle: DeploymentHandle, sizes: tuple[int, int], most: int):
+        self.max_num_seqs = most * sizes[1]
+        self._handle = handle
+        self._sizes = sizes
+
+    def text_engine(self, model: str | None, **options: Any) -> RemoteLLM:
+        """The replicas as the engine of an HTTP server; arguments as in `RemoteLLM`."""
+        return RemoteLLM(self._handle, self._sizes, model, **options)
+
+    def running(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Context in which requests are answered: always."""
+        return contextlib.nullcontext()
+
+    async def answer(self, request: RequestLine, clips: Path | None) -> Answer:
+        """Answer to a line. Cancelling the task ends the request.
+
+        Raises:
+            EngineDeadError: if the line has lost several replicas.
+        """
+        for attempt in range(MOST_MOVES + 1):
+            response = self._handle.answer.remote(request, clips)
+            try:
+                return await response
+            except LOST as error:
+                if attempt == MOST_MOVES:
+                    raise EngineDeadError(f"{attempt + 1} replicas were lost in a row: {error}") from error
+                await asyncio.sleep(PAUSE)
+            finally:
+                response.cancel()
+        raise AssertionError("the last attempt returns or raises")

@@ -1,4 +1,4 @@
-"""`Replica`: a server's models in an actor of Ray Serve, and what it gives to the callers of its handle."""
+"""`Replica`: a server's models in an actor of Ray Serve, and `bind_replicas`, the application of some of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from verax._optional import require_optional
 from verax.batch.requests import Answer, LocalServer, RequestLine
 from verax.errors import EngineDeadError, VeraxError
-from verax.ray.cluster import end_actor, keep_off_the_network, one_compiles, set_threads
+from verax.ray.cluster import (
+    actor_environment,
+    check_actors,
+    end_actor,
+    keep_off_the_network,
+    one_compiles,
+    set_threads,
+)
 from verax.serve.http.server import Server
 from verax.text.engine.outputs import EngineStats, RequestOutput
 from verax.text.engine.request import RequestInput
+
+TARGET = 32.0
+"""Requests of a replica that autoscaling aims at."""
+
+MOST_ONGOING = 1024
+"""Requests that a replica takes at once; its engine queues those beyond its slots."""
+
+HEALTH_PERIOD, HEALTH_TIMEOUT = 2.0, 10.0
+"""Seconds between two health checks of a replica, and for its answer."""
 
 JOIN = 0.03
 """Seconds for which new tokens of an answer are joined after its first part. A message costs more than a token."""
@@ -99,3 +116,35 @@ class Replica:
         error = self._server.engine.error
         if error is not None:
             end_actor(error)
+
+
+def bind_replicas(
+    new_server: functools.partial[Server],
+    bounds: int | tuple[int, int],
+    *,
+    num_cpus: float,
+    num_gpus: float,
+    max_queued_requests: int,
+    target_ongoing_requests: float = TARGET,
+) -> Any:
+    """An application of Ray Serve without HTTP: replicas of a server's models, called through a handle.
+
+    `new_server`: loads the models. It is pickled. `bounds`: number of replicas, or the least and the most.
+    `max_queued_requests`: most requests that wait at one handle for a replica; -1 for any number.
+    """
+    least, most = check_actors("replicas", bounds, num_cpus, num_gpus)
+    bounds_of_scaling = {"min_replicas": least, "max_replicas": most}
+    scaling: dict[str, Any] = {"num_replicas": least}
+    if most > least:
+        scaling = {"autoscaling_config": {**bounds_of_scaling, "target_ongoing_requests": target_ongoing_requests}}
+    application = require_optional("ray.serve").deployment(
+        Replica,
+        name="verax-replica",
+        max_ongoing_requests=MOST_ONGOING,
+        max_queued_requests=max_queued_requests,
+        health_check_period_s=HEALTH_PERIOD,
+        health_check_timeout_s=HEALTH_TIMEOUT,
+        ray_actor_options={"num_cpus": num_cpus, "num_gpus": num_gpus, "runtime_env": actor_environment()},
+        **scaling,
+    )
+    return application.bind(new_server)
