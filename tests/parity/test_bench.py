@@ -12,8 +12,7 @@ from verax.bench.embed.cases import bench_embed
 from verax.bench.results import markdown
 from verax.bench.settings import EmbedSettings, TextSettings, VideoSettings
 from verax.bench.text import engines
-from verax.bench.text.cases import bench_text
-from verax.bench.text.workload import Workload
+from verax.bench.text.cases import Workload, bench_text
 from verax.bench.video.cases import bench_video
 from verax.errors import VeraxError
 

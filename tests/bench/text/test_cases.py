@@ -7,8 +7,7 @@ import pytest
 
 from tests.support.tiny import tiny_checkpoint
 from verax.bench.settings import TextSettings
-from verax.bench.text.cases import bench_text
-from verax.bench.text.workload import Workload, make_workload
+from verax.bench.text.cases import Workload, bench_text, make_workload
 from verax.checkpoint import Checkpoint
 from verax.shapes import QWEN3_0_6B, SHAPES
 

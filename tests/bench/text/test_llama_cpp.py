@@ -10,10 +10,9 @@ import pytest
 
 from tests.support.tiny import tiny_checkpoint
 from verax.bench.settings import TextSettings
-from verax.bench.text import engines, peers
-from verax.bench.text.cases import bench_text
+from verax.bench.text import cases, engines
+from verax.bench.text.cases import Workload, bench_text
 from verax.bench.text.gguf_export import write_gguf
-from verax.bench.text.workload import Workload
 from verax.checkpoint import Checkpoint
 from verax.errors import (
     CheckpointError,
@@ -80,7 +79,7 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path):
 
 
 def test_without_llama_cpp_the_error_names_what_to_install_before_any_work(monkeypatch, tmp_path):
-    monkeypatch.setattr(peers, "gguf_file", lambda *arguments: pytest.fail("a file was written"))
+    monkeypatch.setattr(cases, "gguf_file", lambda *arguments: pytest.fail("a file was written"))
     blocked = tmp_path / "packages"
     blocked.mkdir()
     (blocked / "llama_cpp.py").write_text("raise ModuleNotFoundError(name='llama_cpp')")

@@ -7,8 +7,7 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from verax.bench.results import markdown
 from verax.bench.settings import TextSettings
-from verax.bench.text.cases import bench_text
-from verax.bench.text.workload import Workload
+from verax.bench.text.cases import Workload, bench_text
 from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
 
 VLLM = """
@@ -67,7 +66,7 @@ def test_without_starts_nothing_is_started_but_the_peer_in_its_turns(measure):
 
 @pytest.mark.parametrize(("most", "names"), [(1, ["batched"]), (2, ["naive", "batched"])])
 def test_transformers_answers_many_prompts_in_one_batch_only(measure, monkeypatch, most, names):
-    monkeypatch.setattr("verax.bench.text.peers.NAIVE_PROMPTS", most)
+    monkeypatch.setattr("verax.bench.text.cases.NAIVE_PROMPTS", most)
     result = measure(against="transformers", peer_python=None, starts=False)
     assert list(result["cases"][0]["ratios"]) == [f"transformers {name}" for name in names]
 
