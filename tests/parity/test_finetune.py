@@ -23,8 +23,7 @@ from verax.loading import load_causal_lm
 from verax.text.step.program import AbstractModel
 from verax.train.finetune import LoraSettings, train_full, train_lora
 from verax.train.finetune.data import validation_batches
-from verax.train.finetune.lora import TrainedAdapter
-from verax.train.finetune.run import Job, batch_loss, recompute_layers
+from verax.train.finetune.run import Job, TrainedAdapter, batch_loss, recompute_layers
 
 FAMILIES = {"qwen3": {}, "gemma3": {"layer_types": ["sliding_attention", "full_attention"]}}
 TOWER = "gemma3 with a vision tower"

@@ -20,8 +20,7 @@ from verax.text.step.program import AbstractModel
 from verax.text.tokens.tokenizer import Tokenizer
 from verax.train.finetune import FinetuneSettings, LoraSettings, train_full, train_lora
 from verax.train.finetune.data import read_examples
-from verax.train.finetune.lora import TrainedAdapter
-from verax.train.finetune.run import Job
+from verax.train.finetune.run import Job, TrainedAdapter
 from verax.train.loop import RunStates
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -22,16 +23,17 @@ from verax._compat import compiler_options
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.checkpoint import config_of_floats, fingerprint
 from verax.checkpoint.load import stacked_keys
+from verax.checkpoint.lora import save_adapter
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import DEQUANTIZE, load_causal_lm, model_shapes
 from verax.models import CausalLM, causal_lm, language_config
+from verax.text.features.lora import AdaptedLayers
 from verax.text.step.program import AbstractModel
 from verax.text.tokens.tokenizer import Tokenizer
 from verax.train.finetune.data import read_examples, shuffled_batches, validation_batches
-from verax.train.finetune.lora import TrainedAdapter
 from verax.train.loop import Loss, RunStates, Schedule, batch_sharding, fully_sharded, read_log, state_sharding, train
 from verax.train.loss import rounded_gradient_linear, weighted_next_token_loss
-from verax.train.settings import FinetuneSettings, LoraSettings
+from verax.train.settings import ALL_LINEAR, FinetuneSettings, LoraSettings
 
 DEFAULT_MAX_LENGTH = 1024
 """Tokens of the longest example, for models that read at least as many."""
@@ -211,6 +213,84 @@ def train_lora(
     return run.report(folder, adapter.num_parameters)
 
 
+Matrices = Mapping[str, Mapping[str, Array]]
+"""`lora_A [r, in]` and `lora_B [out, r]`, float32, by the layer's path."""
+
+
+@dataclass(frozen=True)
+class TrainedAdapter:
+    """The layers of a model that an adapter changes, and the adapter's size (Hu et al., 2021, arXiv:2106.09685).
+
+    The layers and the low-rank products are the engine's, which later runs the adapter.
+    """
+
+    abstract: AbstractModel
+    layers: AdaptedLayers
+    settings: LoraSettings
+
+    @classmethod
+    def of(cls, abstract: AbstractModel, settings: LoraSettings) -> TrainedAdapter:
+        """The adapter of a model."""
+        layers = AdaptedLayers.of(abstract.build, abstract.weights, max_loras=1, max_rank=settings.rank)
+        chosen = _targeted(layers.shapes, settings.target_modules)
+        return cls(abstract, replace(layers, shapes={path: layers.shapes[path] for path in chosen}), settings)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that are trained."""
+        return sum(self.settings.rank * (F + D) for F, D in self.layers.shapes.values())
+
+    def initial(self, seed: int) -> Matrices:
+        """A as PEFT draws it, uniform with a variance of a third of one over the inputs; B of zeros."""
+        keys = jax.random.split(jax.random.key(seed), len(self.layers.shapes))
+        rank, matrices = self.settings.rank, {}
+        for key, (path, (F, D)) in zip(keys, self.layers.shapes.items(), strict=True):
+            bound = D**-0.5
+            matrices[path] = {
+                "lora_A": jax.random.uniform(key, (rank, D), jnp.float32, -bound, bound),
+                "lora_B": jnp.zeros((F, rank), jnp.float32),
+            }
+        return matrices
+
+    def model(self, weights: tuple[Array, ...], matrices: Matrices, num_tokens: int) -> CausalLM:
+        """The model with the adapter, in the base's dtype, for a pass of `num_tokens` in all."""
+        model = self.abstract.build(weights)
+        scale = self.settings.alpha / self.settings.rank
+        pairs = [(matrices[path]["lora_A"], scale * matrices[path]["lora_B"]) for path in self.layers.shapes]
+        arrays = tuple(matrix.astype(self.layers.dtype) for pair in pairs for matrix in pair)
+        self.layers.attach(model, arrays, jnp.zeros(num_tokens, jnp.int32))
+        return model
+
+    def save(self, matrices: Matrices, folder: Path, opened: Checkpoint, base: str) -> Path:
+        """Write the adapter as PEFT does, by the names that its base has in its checkpoint."""
+        names = {path: name for name, path in self.layers.names.items() if path in self.layers.shapes}
+        keys = {name.removesuffix(".weight") for name in opened.names() if name.endswith(".weight")}
+        # Published keys of models with a vision tower, and the names of the modules in transformers 5.
+        keys = {re.sub(r"^language_model\.model\.", "model.language_model.", key) for key in keys}
+        names |= {path: name for name, path in self.layers.names.items() if path in names and name in keys}
+        pairs = {names[p]: (np.asarray(m["lora_A"]), np.asarray(m["lora_B"])) for p, m in matrices.items()}
+        settings = self.settings
+        return save_adapter(folder, pairs, rank=settings.rank, alpha=settings.alpha, base=base, modules=keys)
+
+
+def _targeted(shapes: Mapping[str, tuple[int, int]], targets: str) -> list[str]:
+    """Paths of the layers that a user's text chooses, as PEFT matches names."""
+    if targets == ALL_LINEAR:
+        return list(shapes)
+    names = [name.strip() for name in targets.split(",")]
+    for name in names:
+        if not any(_matches(path, name) for path in shapes):
+            known = ", ".join(sorted({path.split(".")[-1] for path in shapes}))
+            raise InvalidParameterError(
+                f"target_modules: no linear layer is named {name!r}; expected {ALL_LINEAR}, or some of {known}"
+            )
+    return [path for path in shapes if any(_matches(path, name) for name in names)]
+
+
+def _matches(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")
+
+
 def train_full(
     model: str | Path | None,
     data: Path,
@@ -255,15 +335,14 @@ def train_full(
 
 
 def batch_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
-    """Weighted next-token loss of a batch, in nats. No causal layer sees the padding after a row's end."""
-    with _rounded_gradients(model):
+    """Weighted next-token loss of a batch, in nats. No causal layer sees the padding after a row's end.
+
+    Products of the backward pass are in bfloat16, for a model of that dtype.
+    """
+    chosen = {"linear": rounded_gradient_linear} if model.dtype == jnp.bfloat16 else {}
+    with ops.use_implementations(**chosen):
         hidden = model(batch["tokens"])
         return weighted_next_token_loss(model.logits, hidden, batch["targets"], batch["weights"])
-
-
-def _rounded_gradients(model: CausalLM) -> AbstractContextManager[None]:
-    """Products of the backward pass in bfloat16, for a model of that dtype."""
-    return ops.use_implementations(linear=rounded_gradient_linear) if model.dtype == jnp.bfloat16 else nullcontext()
 
 
 class _Recomputed(nnx.Module):
