@@ -326,7 +326,7 @@ def test_what_cannot_be_a_video_is_refused(frames, options, message, tmp_path):
 
 
 def test_a_contact_sheet_has_every_picture_over_its_caption(tmp_path):
-    pictures = [picture(seed=seed) for seed in range(5)]
+    pictures = np.stack([picture(seed=seed) for seed in range(5)])
     captions = ["one", "a caption that is far too long for its cell", "", "four", "five"]
     sheet = read_image(write_contact_sheet(pictures, tmp_path / "a.png", captions=captions, columns=3))
     places = [find(sheet, wanted) for wanted in pictures]
@@ -335,8 +335,6 @@ def test_a_contact_sheet_has_every_picture_over_its_caption(tmp_path):
     assert rows[0] == rows[1] == rows[2] < rows[3] == rows[4]
     below = sheet[rows[0] + 21 : rows[3]]
     assert [below[:, c : c + 34].min() < 128 for _, c in places[:3]] == [True, True, False]
-    with pytest.raises(InvalidParameterError, match="captions: expected 5"):
-        write_contact_sheet(pictures, tmp_path / "b.png", captions=["one"])
 
 
 def find(sheet, wanted):

@@ -125,32 +125,19 @@ def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: f
 
 
 def write_contact_sheet(
-    images: Sequence[UInt8[np.ndarray, "H W 3"]],
-    path: str | Path,
-    *,
-    captions: Sequence[str] | None = None,
-    columns: int | None = None,
+    images: UInt8[np.ndarray, "N H W 3"], path: str | Path, *, captions: Sequence[str], columns: int
 ) -> Path:
-    """Write images in rows into one .png, each with its caption below; return the path.
+    """Write images in rows of `columns` into one .png, each with its caption below; return the path.
 
-    Args:
-        images: images of any sizes; a cell has the size of the largest.
-        path: ends in .png.
-        captions: one for each image, broken into lines as wide as a cell.
-        columns: images in a row; about as many as rows if None.
+    `captions`: one for each image, broken into lines as wide as an image.
     """
     path = check_sheet_path(path)
-    if not len(images) or (columns is not None and columns < 1):
-        raise InvalidParameterError(f"images: expected some, in at least one column, got {len(images)}")
-    if captions is not None and len(captions) != len(images):
-        raise InvalidParameterError(f"captions: expected {len(images)}, one for each image, got {len(captions)}")
     pil, drawing = require_optional("PIL.Image"), require_optional("PIL.ImageDraw")
     font = require_optional("PIL.ImageFont").load_default(_TEXT_SIZE)
-    height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
-    texts = [_wrapped(caption, width, font.getlength) for caption in captions or [""] * len(images)]
+    height, width = images.shape[1:3]
+    texts = [_wrapped(caption, width, font.getlength) for caption in captions]
     line = _TEXT_SIZE + 4
     below = line * max(map(len, texts))
-    columns = columns or int(np.ceil(len(images) ** 0.5))
     rows = -(-len(images) // columns)
     cell = (width + _TEXT_SIZE, height + below + _TEXT_SIZE)
     sheet = pil.new("RGB", (columns * cell[0] + _TEXT_SIZE, rows * cell[1] + _TEXT_SIZE), "white")

@@ -104,7 +104,7 @@ class VideoOutput:
         frames = self._bytes()
         chosen = np.unique(np.linspace(0, len(frames) - 1, max(images, 2)).round().astype(int))
         captions = [f"{i / self.fps:.2f} s" for i in chosen]
-        return files.write_contact_sheet(list(frames[chosen]), path, captions=captions, columns=SHEET_COLUMNS)
+        return files.write_contact_sheet(frames[chosen], path, captions=captions, columns=SHEET_COLUMNS)
 
     def _bytes(self) -> UInt8[np.ndarray, "T H W 3"]:
         if self.frames.ndim != 4 or len(self.frames) == 0:
