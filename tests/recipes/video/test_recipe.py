@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from recipes.video import latents, reader, recipe, transformer, vae
-from recipes.video.classifier import classify
-from recipes.video.convolution import own_gradient_conv2d, own_gradient_conv3d
-from recipes.video.evaluation import contact_sheet, psnr
+from recipes.video.evaluation import classify, contact_sheet, psnr
 from recipes.video.recipe import train_builtin
 from recipes.video.shapes import SHAPES, draw, scenes
 from recipes.video.transformer import MuonSchedule
+from recipes.video.vae import own_gradient_conv2d, own_gradient_conv3d
 from verax import VideoPipeline, ops
 from verax.train.loop import train
 
