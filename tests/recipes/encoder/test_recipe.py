@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from recipes.encoder import recipe
-from recipes.encoder.evaluation import confusions, retrieval
+from recipes.encoder.evaluation import retrieval
 from recipes.encoder.paraphrases import pairs
 from recipes.encoder.recipe import contrastive_loss, train_builtin
 from verax import Encoder
@@ -30,9 +30,7 @@ def test_it_finds_unseen_paraphrases_among_a_thousand(encoder):
 
 
 def test_it_finds_them_among_near_misses_and_in_patterns_that_it_never_saw(encoder):
-    wrong = confusions(encoder, count=300, seed=7, near=0.5)
-    assert len(wrong) <= 45
-    assert all(one.found != one.paraphrase for one in wrong)
+    assert retrieval(encoder, count=300, seed=7, near=0.5, unseen_patterns=False) >= 0.85
     assert retrieval(encoder, count=300, seed=7, near=0.0, unseen_patterns=True) >= 0.9
 
 
