@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.support.devices import run_on_devices
-from verax._compat import make_mesh
-from verax.train.loop import AXES, Schedule, batch_sharding, train
+from verax.train.loop import Schedule, batch_sharding, fully_sharded, train
 
 CLOSE = dict(rtol=2e-4, atol=2e-5)
 
@@ -28,23 +27,22 @@ def batches(start):
         yield {"tokens": x, "seed": np.asarray(step, np.uint32)}
 
 
-def run(folder, mesh=None, **options):
+def run(folder, devices=1, **options):
     params = {"inner": jnp.ones((8, 12)), "head": jnp.ones((12, 3)) / 7, "bias": jnp.zeros(3)}
     schedule = Schedule(steps=12, peak_learning_rate=0.1, warmup_steps=2)
-    mesh = mesh and make_mesh(mesh, AXES, jax.devices()[: mesh[0] * mesh[1]])
-    return train(loss, params, batches, schedule, folder, mesh=mesh, average=0.9, show_progress=False, **options)
+    options |= {"mesh": fully_sharded(devices), "average": 0.9, "show_progress": False}
+    return train(loss, params, batches, schedule, folder, **options)
 
 
 def main(folder):
     """Assert that eight devices train as one does, and that a run may change its devices."""
     one = run(folder / "one")
     moved = folder / "moved"
-    run(moved, (2, 4), stop_at=7)
-    for other in (run(folder / "data", (8, 1)), run(folder / "both", (2, 4)), run(moved, resume=True)):
+    parts = run(moved, 4, stop_at=7)["inner"].addressable_shards
+    for other in (run(folder / "eight", 8), run(moved, resume=True)):
         for name in one:
             np.testing.assert_allclose(other[name], one[name], **CLOSE)
-    parts = run(folder / "parts", (1, 4), stop_at=1)["inner"].addressable_shards
-    spec = batch_sharding(make_mesh((2, 4), AXES), next(batches(1)))
+    spec = batch_sharding(fully_sharded(8), next(batches(1)))
     assert spec["seed"].is_fully_replicated
     print(json.dumps([len({str(part.index) for part in parts}), spec["tokens"].shard_shape((16, 8))]))
 

@@ -3,9 +3,8 @@
 Orbax (https://orbax.readthedocs.io) writes the checkpoints into the folder `state` of the run. Each device's part of an
 array is written and read by itself, so that a run may continue on other devices.
 
-Several devices divide each batch. Along the mesh axis `data` weights and optimiser are replicated. Along `fsdp` each
-device keeps a shard of every weight and of its optimiser state (Zhao et al., 2023, arXiv:2304.11277). XLA adds the
-communication.
+Several devices divide each batch, and each keeps a shard of every weight and of its optimiser state (Zhao et al., 2023,
+arXiv:2304.11277). XLA adds the communication.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def train(
         counted: unit of the logged speed.
         count: number of these units in a batch; the size of the entry of this name if None.
         loss_unit: unit of the loss, for the plot.
-        mesh: devices over which batches and state are divided, of the axes `AXES`. A run may continue on other
+        mesh: devices over which batches and state are divided, from `fully_sharded`. A run may continue on other
             devices; its numbers are then the same up to rounding.
 
     Raises:
@@ -346,7 +345,7 @@ def _named(leaves: list[Any]) -> dict[str, Any]:
     return {f"leaf_{i}": leaf for i, leaf in enumerate(leaves)}
 
 
-AXES = ("data", "fsdp")
+AXIS = "fsdp"
 
 
 def fully_sharded(devices: int) -> Mesh | None:
@@ -356,28 +355,25 @@ def fully_sharded(devices: int) -> Mesh | None:
             f"devices: {devices} are asked for, and there are {jax.device_count()}; JAX_NUM_CPU_DEVICES={devices} with "
             "JAX_PLATFORMS=cpu makes virtual ones, to try this out"
         )
-    return None if devices == 1 else make_mesh([1, devices], AXES, jax.devices()[:devices])
+    return None if devices == 1 else make_mesh([devices], [AXIS], jax.devices()[:devices])
 
 
 def state_sharding(mesh: Mesh, state: Any) -> Any:
-    """Sharding of each leaf: divided over `fsdp` along its first divisible axis, replicated if no axis is divisible."""
-    parts = mesh.shape["fsdp"]
+    """Sharding of each leaf: divided along its first divisible axis, replicated if no axis is divisible."""
 
     def place(leaf: Any) -> NamedSharding:
-        shape = jax.numpy.shape(leaf)
-        axis = next((i for i, size in enumerate(shape) if size % parts == 0), None) if parts > 1 else None
-        return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "fsdp"))
+        axis = next((i for i, size in enumerate(jnp.shape(leaf)) if size % mesh.size == 0), None)
+        return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, AXIS))
 
     return jax.tree.map(place, state)
 
 
 def batch_sharding(mesh: Mesh, batch: Any, axis: int = 0) -> Any:
     """Sharding of a batch: this axis over all devices. Leaves that they do not divide are replicated."""
-    every = mesh.size
 
     def place(leaf: Any) -> NamedSharding:
-        shape = jax.numpy.shape(leaf)
-        divides = len(shape) > axis and shape[axis] % every == 0
-        return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXES) if divides else PartitionSpec())
+        shape = jnp.shape(leaf)
+        divides = len(shape) > axis and shape[axis] % mesh.size == 0
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS) if divides else PartitionSpec())
 
     return jax.tree.map(place, batch)
