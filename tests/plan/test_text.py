@@ -12,9 +12,9 @@ from verax.errors import CheckpointError, InvalidParameterError, UnsupportedMode
 from verax.files import write_json
 from verax.loading import load_causal_lm
 from verax.nn import pack_linear_weights
+from verax.plan import plan
 from verax.plan.devices import find_device
 from verax.plan.model import Described, describe, multiplied
-from verax.plan.run import plan
 from verax.plan.text import plan_embed, plan_text, text_plan
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.runner import ModelRunner

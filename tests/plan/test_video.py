@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.tiny_video import SIZES, video_folder
 from verax.errors import InvalidParameterError
+from verax.plan import plan
 from verax.plan.devices import find_device
-from verax.plan.run import plan
 from verax.plan.video import read_clip, step_flops
 from verax.video.pipeline import VideoPipeline
 

@@ -23,8 +23,8 @@ from verax import VideoPipeline, VideoRequest, ops
 from verax._compat import make_mesh
 from verax.errors import InvalidParameterError
 from verax.models.wan.vae import WanVae, WanVaeConfig
+from verax.plan import plan
 from verax.plan.devices import find_device
-from verax.plan.run import plan
 from verax.video.memory import plan_memory
 from verax.video.mesh import GUIDANCE, REPLICATED, SEQUENCE
 from verax.video.run import stages_of

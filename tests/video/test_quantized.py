@@ -15,8 +15,8 @@ from verax import VideoPipeline
 from verax.errors import InvalidParameterError
 from verax.models.wan.model import WanModel
 from verax.ops import quantize
+from verax.plan import plan
 from verax.plan.devices import find_device
-from verax.plan.run import plan
 
 CLIP: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=2, output_type="np")
 CPU = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)
