@@ -120,7 +120,7 @@ SLOW = (
     "ops/test_paged_kernels",
     "ops/test_shard_map",
     "plan",
-    "text/lora/test_generate.py::test_adapters_answer_as_without_drafts",
+    "text/test_lora.py::test_adapters_answer_as_without_drafts",
     "text/speculative/test_drafters",
     "text/speculative/test_prediction_head.py::test_hybrids",
     "text/test_kv_cache",
