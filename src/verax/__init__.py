@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from verax.text.engine.engine_config import EngineConfig
     from verax.text.engine.llm import LLM
     from verax.text.engine.outputs import CompletionOutput, Logprob, RequestOutput
-    from verax.text.engine.sampling_params import SamplingParams
+    from verax.text.engine.sampling_params import SamplingParams, StructuredOutputs
     from verax.text.features.lora import LoRARequest
-    from verax.text.features.structured_outputs import StructuredOutputs
     from verax.video.outputs import VideoOutput, VideoProgress
     from verax.video.pipeline import VideoPipeline
     from verax.video.request import VideoRequest
@@ -59,8 +58,7 @@ _HOMES = {
     "EngineConfig": "verax.text.engine.engine_config",
     "LoRARequest": "verax.text.features.lora",
     **dict.fromkeys(("RankedDocument", "Reranker"), "verax.embed.reranker"),
-    "SamplingParams": "verax.text.engine.sampling_params",
-    "StructuredOutputs": "verax.text.features.structured_outputs",
+    **dict.fromkeys(("SamplingParams", "StructuredOutputs"), "verax.text.engine.sampling_params"),
     **dict.fromkeys(("VideoOutput", "VideoProgress"), "verax.video.outputs"),
     "VideoPipeline": "verax.video.pipeline",
     "VideoRequest": "verax.video.request",

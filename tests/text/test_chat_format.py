@@ -13,9 +13,9 @@ import tokenizers
 from tests.support.answers import SYNTAXES, TEMPLATES, read, read_cut, written
 from tests.support.grammar import accepts as accepts_lark
 from tests.support.published import llama_cpp_source, published_tokenizer
+from verax.text.engine.sampling_params import StructuredOutputs
 from verax.text.features.chat_format import ChatFormat, chat_format, tool_grammar
 from verax.text.features.grammar import GrammarCompiler
-from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.tokens.chat_template import render
 from verax.text.tokens.tokenizer import Tokenizer
 

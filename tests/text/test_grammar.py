@@ -18,10 +18,9 @@ from tests.text.conftest import make_llm
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError, MissingDependencyError, QueueFullError, StructuredOutputError
 from verax.models import causal_lm
-from verax.text.engine.sampling_params import SamplingParams
+from verax.text.engine.sampling_params import SamplingParams, StructuredOutputs
 from verax.text.features import grammar
 from verax.text.features.grammar import GrammarCompiler, mask_width
-from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.step.sizes import block_bytes
 from verax.text.tokens.tokenizer import Tokenizer
 

@@ -16,9 +16,8 @@ from verax.cli.options import Flags
 
 if TYPE_CHECKING:
     from verax.text.engine.llm import LLM
-    from verax.text.engine.sampling_params import SamplingParams
+    from verax.text.engine.sampling_params import SamplingParams, StructuredOutputs
     from verax.text.features.lora import LoRARequest
-    from verax.text.features.structured_outputs import StructuredOutputs
 
 MOST_AT_ONCE = 64
 """Largest number of sequences in one step: steps are compiled for sizes up to this. Few commands have more prompts."""
@@ -143,7 +142,7 @@ def _form(
     json_schema: str | None, regex: str | None, choice: list[str] | None, grammar: Path | None
 ) -> StructuredOutputs | None:
     """Form of the answer; None if it is free."""
-    from verax.text.features.structured_outputs import StructuredOutputs
+    from verax.text.engine.sampling_params import StructuredOutputs
 
     if json_schema is not None and not json_schema.lstrip().startswith("{"):
         json_schema = _read("--json-schema", Path(json_schema))

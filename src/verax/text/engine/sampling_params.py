@@ -1,21 +1,25 @@
-"""Sampling parameters of a request: vLLM's names and meanings, checked at construction.
+"""Sampling parameters of a request, and the form of its answer: vLLM's names and meanings, checked at construction.
 
-`verax.sampling_fields` declares the parameters; here are the form of the answer and a checkpoint's recommendations.
+`verax.sampling_fields` declares the parameters; here are a checkpoint's recommendations and `StructuredOutputs`, which
+is checked without a grammar library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.fields import Size, read_value
 from verax.files import JsonObject
 from verax.options import documented, option, options_of
 from verax.sampling_fields import SamplingFields
-from verax.text.features.structured_outputs import StructuredOutputs
 
 _LACKING: Mapping[str, Any] = {
     **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "sequence_bias", "forced_eos_token_id"), None),
@@ -106,3 +110,176 @@ class SamplingParams(SamplingFields):
             return cls(**values)
         except InvalidParameterError as error:
             raise CheckpointError(f"{config.where}: {error}") from error
+
+
+MAX_BYTES = 64 << 10
+"""Longest schema, expression, grammar or list of choices. Compiling takes time and memory that grow with it."""
+
+MAX_DEPTH = 32
+"""Deepest nesting of a schema: the library's parser recurses."""
+
+MAX_PROPERTIES = 500
+"""Most properties of a schema in all: thousands of optional ones take seconds to compile."""
+
+MAX_ALTERNATIVES = 1000
+"""Most choices, and most `enum` values of a schema in all."""
+
+MAX_MULTIPLE = 10_000
+"""Largest product of a schema's `multipleOf`, without decimal point: the automaton has a state for each remainder."""
+
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_PROPERTY_KEYS = ("properties", "patternProperties")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """Form of an answer: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+
+    Raises:
+        InvalidParameterError: for none or several of them, or a value that is damaged or too large. The message begins
+            with `structured_outputs:` and the field's name.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    """JSON schema, a dictionary or its JSON text; text after construction."""
+    regex: str | None = None
+    """Regular expression, in the syntax of Rust's `regex`, that the whole answer matches."""
+    choice: Sequence[str] | None = None
+    """Texts of which the answer is one; a tuple after construction."""
+    grammar: str | None = None
+    """Context-free grammar in the notation of Lark or of llama.cpp (GBNF)."""
+    json_object: bool = False
+    """Any JSON object."""
+    after: str | None = None
+    """Text that the answer contains before the form applies, such as `"</think>"`; None to apply it from the start."""
+
+    def __post_init__(self) -> None:
+        if self.json_object is None:
+            object.__setattr__(self, "json_object", False)
+        if not isinstance(self.json_object, bool):
+            raise _error("json_object", f"expected True or False, got {self.json_object!r}")
+        given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidParameterError(
+                f"structured_outputs: expected exactly one of {', '.join(_FORMS)}, got {' and '.join(given) or 'none'}"
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", _checked_schema(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _checked_choice(self.choice))
+        for name in ("regex", "grammar", "after"):
+            if (value := getattr(self, name)) is not None:
+                _check_text(name, value)
+
+    @property
+    def form(self) -> str:
+        """Name of the field that is given."""
+        return next(name for name in _FORMS if getattr(self, name) not in (None, False))
+
+    @classmethod
+    def from_value(cls, value: StructuredOutputs | Mapping[str, Any]) -> StructuredOutputs:
+        """The record itself, or one made of a dictionary of its fields.
+
+        Raises:
+            InvalidParameterError: for anything else, or an unknown field.
+        """
+        if isinstance(value, StructuredOutputs):
+            return value
+        names = [field.name for field in fields(cls)]
+        if not isinstance(value, Mapping):
+            raise InvalidParameterError(
+                f"structured_outputs: expected StructuredOutputs, or a dictionary of its fields, got {value!r}"
+            )
+        if unknown := [name for name in value if name not in names]:
+            raise InvalidParameterError(
+                f"structured_outputs: no such field: {unknown[0]!r}; the fields are {', '.join(names)}"
+            )
+        return cls(**value)
+
+
+def _checked_schema(given: Any) -> str:
+    """The schema as JSON text."""
+    if isinstance(given, str):
+        _check_text("json", given)
+        try:
+            schema = msgspec.json.decode(given)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise _error("json", f"it is not JSON text: {error}") from error
+    else:
+        schema = given
+    if not isinstance(schema, Mapping):
+        raise _error("json", f"expected a JSON schema, which is an object, got {type(schema).__name__}")
+    try:
+        text = msgspec.json.encode(dict(schema)).decode()
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _error("json", f"it cannot be written as JSON: {error}") from error
+    _check_text("json", text)
+    _check_schema(schema)
+    return text
+
+
+def _check_schema(schema: Mapping[str, Any]) -> None:
+    """Refuse schemas that would take too long to compile. Nothing is read from outside of the schema."""
+    if "x-guidance" in schema:
+        raise _error("json", "x-guidance: options of the grammar library are not taken from a schema")
+    properties = alternatives = 0
+    multiples: set[int] = set()
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                properties += sum(len(value[key]) for key in _PROPERTY_KEYS if isinstance(value.get(key), Mapping))
+                alternatives += len(value["enum"]) if isinstance(value.get("enum"), list) else 0
+                multiples.add(_multiple(value.get("multipleOf")))
+                below += value.values()
+            elif isinstance(value, (list, tuple)):
+                below += value
+        level = below
+        if not level:
+            break
+    else:
+        raise _error("json", f"it is nested deeper than {MAX_DEPTH} levels")
+    if properties > MAX_PROPERTIES:
+        raise _error("json", f"expected at most {MAX_PROPERTIES} properties, got {properties}")
+    if alternatives > MAX_ALTERNATIVES:
+        raise _error("json", f"expected at most {MAX_ALTERNATIVES} enum values, got {alternatives}")
+    if math.prod(multiples) > MAX_MULTIPLE:
+        raise _error("json", f"multipleOf: expected values whose product is at most {MAX_MULTIPLE}")
+
+
+def _multiple(value: Any) -> int:
+    """Digits of a `multipleOf` as a whole number: 25 for 0.25."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return 1
+    number = Decimal(repr(value)).normalize()
+    exponent = int(number.as_tuple().exponent)
+    return max(1, int(abs(number.scaleb(max(0, -exponent)))))
+
+
+def _checked_choice(given: Any) -> tuple[str, ...]:
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise _error("choice", f"expected a list of texts, got {given!r}")
+    choice = tuple(given)
+    if not 1 <= len(choice) <= MAX_ALTERNATIVES:
+        raise _error("choice", f"expected 1 to {MAX_ALTERNATIVES} texts, got {len(choice)}")
+    for text in choice:
+        _check_text("choice", text)
+    if sum(len(text) for text in choice) > MAX_BYTES:
+        raise _error("choice", f"expected at most {MAX_BYTES} characters in all")
+    return choice
+
+
+def _check_text(name: str, text: Any) -> None:
+    if not isinstance(text, str) or not text:
+        raise _error(name, f"expected a text that is not empty, got {text!r}")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise _error(name, f"it is not Unicode text: {error}") from error
+    if size > MAX_BYTES:
+        raise _error(name, f"expected at most {MAX_BYTES} bytes, got {size}")
+
+
+def _error(name: str, what: str) -> InvalidParameterError:
+    return InvalidParameterError(f"structured_outputs: {name}: {what}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verax.errors import InvalidParameterError, TemplateError
+from verax.text.engine.sampling_params import StructuredOutputs
 from verax.text.features import gemma_calls, harmony
 from verax.text.features.gemma_calls import GemmaCallReader
 from verax.text.features.harmony import HarmonyParser
@@ -27,7 +28,6 @@ from verax.text.features.history import (
     with_short_ids,
 )
 from verax.text.features.json_schema import JSON_OPTIONS, literal, referenced, schema_rule
-from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.features.tool_calls import (
     CLOSE_REASONING,
     CLOSE_THINK,

@@ -19,9 +19,9 @@ from jaxtyping import Int
 
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, QueueFullError, StructuredOutputError
+from verax.text.engine.sampling_params import StructuredOutputs
 from verax.text.features.gbnf import is_gbnf, lark_of_gbnf
 from verax.text.features.json_schema import JSON_OPTIONS, schema_rule
-from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.tokens.tokenizer import Tokenizer
 
 COMPILE_SECONDS = 2.0
