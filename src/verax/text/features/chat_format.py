@@ -29,12 +29,14 @@ from verax.text.features.history import (
 )
 from verax.text.features.json_schema import JSON_OPTIONS, literal, referenced, schema_rule
 from verax.text.features.tool_calls import (
+    CLOSE_CALL,
     CLOSE_REASONING,
     CLOSE_THINK,
     CLOSE_THOUGHT,
     MISTRAL_ARGS,
     MISTRAL_CALL,
     MISTRAL_ID,
+    OPEN_CALL,
     OPEN_REASONING,
     OPEN_THINK,
     OPEN_THOUGHT,
@@ -48,7 +50,6 @@ from verax.text.features.tool_calls import (
 )
 from verax.text.tokens.tokenizer import Tokenizer
 
-OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 OPEN_LIST, CLOSE_LIST = "<|tool_call|>", "<|/tool_call|>"
 
 _LISTS = {"granite": (OPEN_LIST, ""), "phi4_mini_json": (OPEN_LIST, CLOSE_LIST), "mistral_json": (MISTRAL_CALL, "")}
@@ -513,9 +514,9 @@ class _Lark:
         self._rules: dict[str, str] = {}
         writers = {"qwen3_coder": self._xml, "harmony": self._harmony, "gemma4": self._gemma, "mistral": self._mistral}
         write = writers.get(template.tools, self._json)
-        key = "arguments" if template.tools == "hermes" or self._in_list else "parameters"
+        self._key = "arguments" if template.tools == "hermes" or self._in_list else "parameters"
         for i, function in enumerate(functions.values()):
-            self._rules[f"function_{i}"] = write(i, function, key, any_arguments=strict_only and not function.strict)
+            self._rules[f"function_{i}"] = write(i, function, any_arguments=strict_only and not function.strict)
         if functions:
             self._rules["function"] = " | ".join(f"function_{i}" for i in range(len(functions)))
 
@@ -563,21 +564,21 @@ class _Lark:
             opening = f'{self.tag(OPEN_THOUGHT.removesuffix("thought"))} "thought"'
         return f"({opening} {thought} /\\s*/)? body"
 
-    def _json(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
+    def _json(self, number: int, function: Function, *, any_arguments: bool) -> str:
         """A function's call as JSON."""
         # Where the answer may be other JSON, the two begin alike: the lexer needs the pieces that JSON has.
-        pieces = ("{", '"name"', ": ", literal(function.name), ", ", f'"{key}"', ": ")
+        pieces = ("{", '"name"', ": ", literal(function.name), ", ", f'"{self._key}"', ": ")
         return f'{" ".join(map(literal, pieces))} {self._arguments(number, function, any_arguments)} "}}"'
 
-    def _harmony(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
+    def _harmony(self, number: int, function: Function, *, any_arguments: bool) -> str:
         """A function's call as a message to it."""
         return harmony.call_rule(function.name, self._arguments(number, function, any_arguments), self.tag)
 
-    def _mistral(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
+    def _mistral(self, number: int, function: Function, *, any_arguments: bool) -> str:
         """A function's call as its name and JSON."""
         return f"{literal(function.name)} {self.tag(MISTRAL_ARGS)} {self._arguments(number, function, any_arguments)}"
 
-    def _gemma(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
+    def _gemma(self, number: int, function: Function, *, any_arguments: bool) -> str:
         """A function's call in Gemma's syntax."""
         if function.strict and not any_arguments:
             raise InvalidParameterError(
@@ -593,7 +594,7 @@ class _Lark:
         self._rules[name := f"arguments_{number}"] = self._schema(function, schema)
         return name
 
-    def _xml(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
+    def _xml(self, number: int, function: Function, *, any_arguments: bool) -> str:
         """A function's call as XML, with its parameters in the schema's order."""
         required = () if any_arguments else function.schema.get("required", ())
         parts: list[str] = []

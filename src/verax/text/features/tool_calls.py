@@ -45,6 +45,7 @@ class ToolCallDelta:
     """Next piece of the JSON text of the arguments."""
 
 
+OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 OPEN_REASONING, CLOSE_REASONING = "<think>", "</think>"
 OPEN_THOUGHT, CLOSE_THOUGHT = "<|channel>thought", "<channel|>"
 """Tags around Gemma 4's reasoning."""
@@ -512,11 +513,11 @@ class MistralCallReader:
 
 
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
-_END_FUNCTION, _OPEN_CALL, _END_CALL = "</function>", "<tool_call>", "</tool_call>"
-_END_FUNCTION_AND_CALL = f"{_END_FUNCTION}\n{_END_CALL}"
+_END_FUNCTION = "</function>"
+_END_FUNCTION_AND_CALL = f"{_END_FUNCTION}\n{CLOSE_CALL}"
 _AFTER_END = {
-    _END_PARAMETER: (_PARAMETER, _END_PARAMETER, _END_FUNCTION, _END_CALL, _OPEN_CALL, "<function="),
-    _END_FUNCTION_AND_CALL: (_OPEN_CALL,),
+    _END_PARAMETER: (_PARAMETER, _END_PARAMETER, _END_FUNCTION, CLOSE_CALL, OPEN_CALL, "<function="),
+    _END_FUNCTION_AND_CALL: (OPEN_CALL,),
 }
 """Tags that may follow a tag that ends a value; where another text follows, it is a part of the value."""
 
@@ -554,7 +555,7 @@ class XmlCallReader:
         separator = ""
         while True:
             source.mark = None
-            tag = yield from source.expect((_PARAMETER, _END_FUNCTION, _END_CALL))
+            tag = yield from source.expect((_PARAMETER, _END_FUNCTION, CLOSE_CALL))
             key = (yield from self._key(source)) if tag == _PARAMETER else None
             if tag == "" or key == "":
                 # An answer that was cut short leaves its arguments open, so that nobody takes them for whole.
@@ -566,8 +567,8 @@ class XmlCallReader:
             separator = ", "
             yield from self._value(source, calls, function, key)
         calls.add("}")
-        if tag != _END_CALL:
-            yield from source.end((_END_CALL,))
+        if tag != CLOSE_CALL:
+            yield from source.end((CLOSE_CALL,))
         return True
 
     def _key(self, source: GrowingText) -> Generator[None, None, str | None]:
