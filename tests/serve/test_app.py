@@ -1,18 +1,23 @@
-"""The application: its layers, the routes of the server itself, its settings, replicas and adapters."""
+"""The application: its layers, the routes of the server itself, its settings, replicas, adapters and traces."""
 
 import asyncio
+import gzip
 import json
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.responses import PlainTextResponse
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from tests.serve.conftest import Api, error_of, text_of
+from tests.serve.conftest import Api, error_of, serving, text_of
 from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
+from tests.support.chat_run import running
 from tests.support.engine import as_replicas
 from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
@@ -23,7 +28,7 @@ from verax.serve.app import create_app
 from verax.serve.http.metrics import HISTOGRAMS
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
-from verax.serve.http.telemetry import JsonFormatter, TextFormatter
+from verax.serve.http.telemetry import JsonFormatter, RequestTracer, TextFormatter
 from verax.text.engine.async_llm import AsyncLLM
 
 
@@ -88,6 +93,32 @@ def test_a_local_server_refuses_the_names_of_others(client, host):
 def test_hosts_can_be_added_and_a_public_server_takes_any(client):
     assert client(allowed_hosts=("box.lan",)).get("/models", headers={"Host": "box.lan:8000"}).status_code == 200
     assert client(host="0.0.0.0").get("/models", headers={"Host": "anything"}).status_code == 200
+
+
+def test_only_allowed_pages_get_permission_before_a_request(client):
+    settings = ServerSettings(allowed_origins=("https://good.example",), api_keys=("secret",))
+    server = Server(settings=settings)
+    c, path = client(server), "/v1/chat/completions"
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+    asked["Access-Control-Request-Private-Network"] = "true"
+    allowed = c.options(path, headers={**asked, "Origin": "https://good.example"})
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://good.example"
+    assert "POST" in allowed.headers["access-control-allow-methods"]
+    assert "authorization" in allowed.headers["access-control-allow-headers"]
+    assert allowed.headers["access-control-allow-private-network"] == "true"
+    for origin in ("https://evil.example", "https://good.example.evil.example", "http://good.example"):
+        refused = c.options(path, headers={**asked, "Origin": origin})
+        assert refused.status_code >= 400
+        assert "access-control-allow-origin" not in refused.headers
+    wrong_key = c.get("/v1/models", headers={"Origin": "https://good.example"})
+    assert wrong_key.status_code == 401
+    assert wrong_key.headers["access-control-allow-origin"] == "https://good.example"
+    assert "retry-after" in wrong_key.headers["access-control-expose-headers"]
+    server.draining = True
+    ending = c.get("/v1/models", headers={"Origin": "https://good.example"})
+    assert ending.status_code == 503
+    assert ending.headers["access-control-allow-origin"] == "https://good.example"
 
 
 def test_a_long_body_is_refused_by_its_length_and_while_it_is_read(client):
@@ -320,3 +351,61 @@ def test_an_unknown_name_is_answered_with_those_that_are_served_unless_any_may_b
 def test_an_adapter_cannot_have_the_models_name(adapter):
     with pytest.raises(InvalidParameterError, match="lora_modules: tiny is the model's own name"):
         Server(served_names=("tiny",), adapters={"tiny": adapter})
+
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
+
+
+@pytest.fixture
+def collector():
+    """URL of a collector by OTLP over HTTP, and the requests that it has got."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    got, service = [], pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+
+    async def export(request):
+        unpack = {"gzip": gzip.decompress, "deflate": zlib.decompress}.get(
+            request.headers.get("content-encoding"), bytes
+        )
+        got.append(service.ExportTraceServiceRequest.FromString(unpack(await request.body())))
+        return Response()
+
+    with running(Starlette(routes=[Route("/v1/traces", export, methods=["POST"])])) as address:
+        yield f"{address}/v1/traces", got
+
+
+def test_a_collector_gets_a_span_of_each_request(served_llm, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "my-server")
+    url, got = collector
+    tracer = RequestTracer.to_collector(url)
+    llm = AsyncLLM.from_llm(served_llm)
+    server = Server(llm=llm, served_names=("tiny",), settings=ServerSettings(port=0), tracer=tracer)
+    with serving(server) as base:
+        asked = {"prompt": "a secret", "max_tokens": 3, "ignore_eos": True}
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "one"}
+        usage = httpx.post(f"{base}/v1/completions", json=asked, headers=headers, timeout=60).json()["usage"]
+        assert httpx.post(f"{base}/v1/completions", json={"prompt": 1}).status_code == 400
+        assert httpx.get(f"{base}/health").status_code == 200
+    # The end of the server sends what is left. Checks of its health have no spans.
+    resources = [resource for request in got for resource in request.resource_spans]
+    first, second = (span for resource in resources for part in resource.scope_spans for span in part.spans)
+    names = {one.key: one.value.string_value for one in resources[0].resource.attributes}
+    assert names["service.name"] == "my-server"
+    values = {one.key: one.value for one in first.attributes}
+    assert first.name == "POST /v1/completions"
+    assert (first.trace_id.hex(), first.parent_span_id.hex()) == (TRACE, PARENT)
+    assert values["http.response.status_code"].int_value == 200
+    assert values["gen_ai.response.model"].string_value == "tiny"
+    assert values["gen_ai.request.id"].string_value == "one"
+    assert values["gen_ai.usage.input_tokens"].int_value == usage["prompt_tokens"]
+    assert values["gen_ai.usage.output_tokens"].int_value == 3
+    taken = (first.end_time_unix_nano - first.start_time_unix_nano) / 1e9
+    assert 0 < values["gen_ai.latency.time_to_first_token"].double_value <= taken
+    assert "secret" not in str(first)
+    assert not second.parent_span_id
+    assert {one.key: one.value.int_value for one in second.attributes}["http.response.status_code"] == 400
+
+
+def test_a_collector_that_is_not_a_url_is_refused():
+    with pytest.raises(InvalidParameterError, match="otlp_traces_endpoint: expected a URL"):
+        RequestTracer.to_collector("127.0.0.1:4318")
