@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from tests.support.pictures import saved
 from verax.serve.http.errors import EXCEPTION_HANDLERS
-from verax.serve.http.middleware import Security
+from verax.serve.http.middleware import RequestLog, Security
 from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, EventStream, data_event
 from verax.serve.page import page
@@ -80,7 +80,7 @@ class Fake:
         return Starlette(
             routes=routes,
             exception_handlers=EXCEPTION_HANDLERS,
-            middleware=[Middleware(Security, self.server)],
+            middleware=[Middleware(layer, self.server) for layer in (RequestLog, Security)],
             lifespan=self.server.lifespan,
         )
 

@@ -127,14 +127,11 @@ class BodyLimit(Layer):
         for name in ("content-encoding", "transfer-encoding"):
             if (coding := Headers(scope=scope).get(name, "").strip().lower()) not in ("", "identity", "chunked"):
                 problem = f"{name}: {coding[:100]!r} is not read; send the body without it"
-                error = ApiError(415, problem, param=name, headers={"Connection": "close"})
-                await error_response(error, scope)(scope, receive, send)
-                return
+                raise ApiError(415, problem, param=name, headers={"Connection": "close"})
         too_long = ApiError(413, f"body: longer than {limit} bytes", param="body", headers={"Connection": "close"})
         length = Headers(scope=scope).get("content-length", "")
         if length.isdigit() and int(length) > limit:
-            await error_response(too_long, scope)(scope, receive, send)
-            return
+            raise too_long
         read, complete, begin = 0, False, asyncio.get_running_loop().time()
         patience = settings.slow_client_timeout
 
@@ -188,16 +185,12 @@ class Security(Layer):
         self._hosts = frozenset({*own, *(host.lower() for host in settings.allowed_hosts)})
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request that passes, or answer 401 or 403."""
-        try:
-            headers = Headers(scope=scope)
-            self._check_host(headers.get("host", ""))
-            self._check_origin(headers)
-            if not _is_public(scope):
-                self._check_key(headers)
-        except ApiError as error:
-            await error_response(error, scope)(scope, receive, send)
-            return
+        """Serve a request that passes; 401 or 403 for others."""
+        headers = Headers(scope=scope)
+        self._check_host(headers.get("host", ""))
+        self._check_origin(headers)
+        if not _is_public(scope):
+            self._check_key(headers)
         await self._app(scope, receive, send)
 
     def _check_host(self, host: str) -> None:
