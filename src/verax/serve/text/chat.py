@@ -254,7 +254,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     for name in ("prefix", "partial"):
         if getattr(message, name):
             raise field_error(f"{where}.{name}", "it is not supported here; set the request's continue_final_message")
-    content = None if given is None else _text(given, f"{where}.content")
+    content = None if given is None else joined_text(given, f"{where}.content")
     fields: dict[str, Any] = {"role": role, "content": content}
     others = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
     fields |= {name: value for name, value in others.items() if value is not None}
@@ -264,7 +264,8 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     return fields
 
 
-def _text(content: str | list[ContentPart], where: str) -> str:
+def joined_text(content: str | Sequence[Any], where: str) -> str:
+    """Text of a message, or of its parts, each with `type`, `text` and `refusal`. `where`: its field."""
     if isinstance(content, str):
         return content
     pieces = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -19,7 +19,7 @@ from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event
 from verax.serve.http.telemetry import RequestRecord
-from verax.serve.text.chat import CHAT_FIELDS, ChatRequest, Translation, count_tokens, run_chat
+from verax.serve.text.chat import CHAT_FIELDS, ChatRequest, Translation, count_tokens, joined_text, run_chat
 from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent, text_routes
 from verax.serve.text.sampling import Positive, Refused
 
@@ -309,9 +309,11 @@ def _functions(request: ResponsesRequest) -> tuple[dict[str, ResponseTool], dict
     return functions, {place: type[:50] for place, type in types.items() if type != "function"}
 
 
-def _warnings(request: ResponsesRequest) -> list[str]:
-    """Warnings of what is left out of a request, by the field's name; coding agents send such requests."""
-    _, others = _functions(request)
+def _warnings(request: ResponsesRequest, others: Mapping[str, str]) -> list[str]:
+    """Warnings of what is left out of a request, by the field's name; coding agents send such requests.
+
+    `others`: types of the tools that are not functions, by their places.
+    """
     warnings = [f"{place}: {type!r} is left out; the model can call functions only" for place, type in others.items()]
     if request.store:
         warnings.append("store: the response is not kept")
@@ -354,7 +356,7 @@ def _add_item(translation: Translation, given: Mapping[str, Any], where: str) ->
         return
     match item := _read(_ITEMS[type], given, where):
         case InputCallOutput():
-            output = _joined(item.output, f"{where}.output")
+            output = joined_text(item.output, f"{where}.output")
             translation.add(where, "tool", tool_call_id=item.call_id, content=output)
         case InputCall():
             answer()
@@ -365,21 +367,9 @@ def _add_item(translation: Translation, given: Mapping[str, Any], where: str) ->
             message = answer("content", "tool_calls", "reasoning_content")
             message["reasoning_content"] = "\n".join(thought.text for thought in thoughts)
         case ResponseMessage(role="assistant"):
-            answer("content", "tool_calls")["content"] = _joined(item.content, f"{where}.content")
+            answer("content", "tool_calls")["content"] = joined_text(item.content, f"{where}.content")
         case ResponseMessage():
-            translation.add(where, item.role, content=_joined(item.content, f"{where}.content"))
-
-
-def _joined(content: str | Sequence[InputText], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for i, part in enumerate(content):
-        text = part.refusal if part.type == "refusal" else part.text
-        if text is None:
-            raise field_error(f"{where}[{i}].text", "it is missing")
-        texts.append(text)
-    return "\n".join(texts)
+            translation.add(where, item.role, content=joined_text(item.content, f"{where}.content"))
 
 
 _IDS = {"reasoning": "rs", "text": "msg", "tool_call": "fc"}
@@ -411,8 +401,9 @@ class _Answer:
     def __init__(self, run: Run, request: ResponsesRequest):
         self._run = run
         self._request = request
-        self._warnings = _warnings(request)
-        self._functions = {tool.full_name: tool for tool in _functions(request)[0].values()}
+        functions, others = _functions(request)
+        self._functions = {tool.full_name: tool for tool in functions.values()}
+        self._warnings = _warnings(request, others)
         self._tracker = PartTracker()
         self._key = uuid.uuid4().hex
         self._number = 0
