@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
@@ -37,10 +38,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 def routes(server: Server) -> list[Route]:
     """Routes of completions."""
-
-    async def start(request: CompletionRequest, record: RequestRecord) -> Run:
-        return _run(server, request, record)
-
+    start = partial(_start, server)
     return text_routes(server, "/completions", CompletionRequest, start, _Answer, summary="Complete prompts.")
 
 
@@ -58,7 +56,7 @@ def prompts_of(given: str | Sequence[Any], limit: int) -> list[str | list[int]]:
     return list(given)
 
 
-def _run(server: Server, request: CompletionRequest, record: RequestRecord) -> Run:
+async def _start(server: Server, request: CompletionRequest, record: RequestRecord) -> Run:
     """Check a request and queue its prompts."""
     record.model = model = server.text_model(request.model)
     if server.settings.log_prompts:
