@@ -93,7 +93,7 @@ class ServerTab extends HTMLElement {
 }
 
 /** Prometheus' text: values by name, summed over labels, and of histograms the buckets as [limit, count]. */
-export function parse(text) {
+function parse(text) {
   const values = {};
   for (const line of text.split("\n")) {
     const found = /^([\w:]+)(?:\{(.*)\})? (\S+)/.exec(line);
