@@ -51,10 +51,10 @@ def first_block(num_computed: int, window: int | None, block_size: int) -> int:
     return 0 if window is None else max(0, num_computed - window + 1) // block_size
 
 
-def most_blocks(num_tokens: int, window: int | None, chunk: int | None, block_size: int) -> int:
+def most_blocks(num_tokens: int, window: int | None, chunk: int, block_size: int) -> int:
     """Most blocks that a sequence of `num_tokens` owns at once, if a step computes at most `chunk` of them."""
     blocks = -(-num_tokens // block_size)
-    if window is None or chunk is None:
+    if window is None:
         return blocks
     # The tokens of a step, the chunk and the window before it, may begin at the last token of a block.
     return min(blocks, (window - 1 + chunk + block_size - 2) // block_size + 1)
@@ -76,7 +76,7 @@ class CachePlan:
         blocks = self._blocks(num_tokens, self.chunk)
         return sum((1 + count) * size for count, size in zip(blocks, self.block_bytes, strict=True))
 
-    def longest(self, memory: int, limit: int, slots: Callable[[int], int] = lambda _: 0) -> int:
+    def longest(self, memory: int, limit: int, slots: Callable[[int], int]) -> int:
         """Blocks of the longest sequence, of at most `limit` tokens, that fits; -1 if not even padding's do.
 
         `memory`: bytes for its blocks, and for what `slots` says that its length takes too. `slots`: further bytes for
@@ -321,14 +321,12 @@ class BlockManager:
         """Share of the blocks that sequences own in the fullest group, 0 to 1. At 1 a sequence that grows preempts."""
         return max(pool.usage for pool in self._pools)
 
-    def find_room(
-        self, sequence: Sequence, num_tokens: int, *, chunk: int | None = None, use_cache: bool = True
-    ) -> list[Prefix] | None:
+    def find_room(self, sequence: Sequence, num_tokens: int, *, chunk: int) -> list[Prefix] | None:
         """The cached prefixes of a waiting sequence, if the rest of its `num_tokens` would fit too; None if not.
 
-        `chunk`: most tokens of a step; with a window, no more must fit at once. None for all of them.
+        `chunk`: most tokens of a step; with a window, no more must fit at once.
         """
-        prefixes = self.match_prefix(sequence) if use_cache else []
+        prefixes = self.match_prefix(sequence)
         computed = len(prefixes) * self.block_size
         for pool in self._pools:
             first = first_block(computed, pool.window, self.block_size)
@@ -339,10 +337,10 @@ class BlockManager:
                 return None
         return prefixes
 
-    def admit(self, sequence: Sequence, prefixes: list[Prefix], *, looked_up: bool = True) -> None:
+    def admit(self, sequence: Sequence, prefixes: list[Prefix]) -> None:
         """Give a waiting sequence the blocks of the cached prefixes that `find_room` has found for it.
 
-        Sets `tables` and `num_computed`. `looked_up` is False if the cache was not to be used.
+        Sets `tables` and `num_computed`.
         """
         computed = len(prefixes) * self.block_size
         sequence.tables = []
@@ -355,11 +353,11 @@ class BlockManager:
         self._hold(sequence, prefixes[-1] if prefixes else self._prefixes.root(sequence.adapter_id))
         sequence.num_computed = computed
         if self._states is not None:
-            parting = sequence.matched[2] if looked_up and sequence.matched is not None else 0
+            parting = sequence.matched[2] if sequence.matched is not None else 0
             ends = sorted({parting, (len(sequence.tokens) - 1) // self.block_size})
             borders = [length * self.block_size for length in ends]
             sequence.state_borders = [border for border in borders if border > computed and border >= LEAST_KEPT]
-        if looked_up and self.enable_prefix_caching:
+        if sequence.uses_cache and self.enable_prefix_caching:
             self.num_queries += len(sequence.tokens)
             self.num_hits += computed
 
@@ -447,7 +445,7 @@ class BlockManager:
         last token is left out: it is always computed. The sequence keeps them until the tree changes, so that one that
         waits is not compared in every step.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or not sequence.uses_cache:
             return []
         tokens = sequence.tokens
         state = self._prefixes.version, len(tokens)

@@ -171,6 +171,11 @@ class Sequence:
         return self.request.adapter_id
 
     @property
+    def uses_cache(self) -> bool:
+        """False if all of its prompt is scored, so that all of it must be computed."""
+        return self.request.params.prompt_logprobs is None
+
+    @property
     def num_tokens(self) -> int:
         """Length with the tokens that are still on their way from the device."""
         return len(self.tokens) + self.num_pending

@@ -238,7 +238,7 @@ class Scheduler:
             if (prefixes := self._find_room(sequence)) is None:
                 return
             adapter = sequence.adapter_id
-            self.blocks.admit(sequence, prefixes, looked_up=_uses_cache(sequence))
+            self.blocks.admit(sequence, prefixes)
             self.waiting.popleft()
             self.num_waiting_tokens -= sequence.num_prompt
             sequence.state = SequenceState.RUNNING
@@ -262,8 +262,7 @@ class Scheduler:
             return None
         # Room for one more token than the prompt: admitting what must be preempted at its first decode is waste.
         room = min(sequence.num_tokens + 1, sequence.num_prompt + sequence.request.max_tokens)
-        chunk, use_cache = self.max_num_batched_tokens, _uses_cache(sequence)
-        return self.blocks.find_room(sequence, room, chunk=chunk, use_cache=use_cache)
+        return self.blocks.find_room(sequence, room, chunk=self.max_num_batched_tokens)
 
     def _plan(self, plan: Schedule, sequence: Sequence, most: int, steps: int = 1) -> int:
         """Add a chunk of at most `most` tokens, preempting later sequences for its blocks if needed.
@@ -312,8 +311,3 @@ class Scheduler:
         sequence.num_skipped, sequence.is_predicted = 0, False
         if sequence.adapter_id is not None:
             self.adapters.release(sequence.adapter_id)
-
-
-def _uses_cache(sequence: Sequence) -> bool:
-    """False if all of a prompt is scored, so that all of it must be computed."""
-    return sequence.request.params.prompt_logprobs is None
