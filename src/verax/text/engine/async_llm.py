@@ -196,7 +196,7 @@ class AsyncLLM:
             RequestRefusedError: from the generator, if the request can never be served.
             CheckpointError: from the generator, if the adapter cannot be read or does not fit the model.
         """
-        return self._stream(
+        inputs = self._inputs(
             prompt,
             sampling_params,
             request_id=request_id,
@@ -205,6 +205,7 @@ class AsyncLLM:
             continue_from=continue_from,
             lora_request=lora_request,
         )
+        return self.submit(inputs)
 
     async def collect(
         self, prompt: Prompt | abc.Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
@@ -214,7 +215,7 @@ class AsyncLLM:
         Raises:
             VeraxError: as `generate`.
         """
-        return await anext(self._stream(prompt, sampling_params, whole=True, **options))
+        return await anext(self.submit(self._inputs(prompt, sampling_params, **options), whole=True))
 
     async def render(
         self,
@@ -266,17 +267,11 @@ class AsyncLLM:
         for pool in (self._pool, self._grammars, self._adapters, self._long_texts):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _stream(
-        self,
-        prompt: Any,
-        params: SamplingParams | None,
-        *,
-        whole: bool = False,
-        continue_from: Any = None,
-        **given: Any,
-    ) -> RequestStream:
+    def _inputs(
+        self, prompt: Any, params: SamplingParams | None, *, continue_from: Any = None, **fields: Any
+    ) -> RequestInput:
         params = params or self.default_sampling_params()
-        return self.submit(RequestInput(prompt, params, output_token_ids=continue_from, **given), whole=whole)
+        return RequestInput(prompt, params, output_token_ids=continue_from, **fields)
 
     def submit(self, inputs: RequestInput, *, whole: bool = False) -> RequestStream:
         """Answers to a request as `generate` gives them, or with `whole` in one output.

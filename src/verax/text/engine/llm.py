@@ -325,7 +325,7 @@ class LLM:
             RequestRefusedError: if a prompt can never be served; then none is.
             CheckpointError: if an adapter cannot be read or does not fit the model.
         """
-        return self._run(batch_of(prompts), sampling_params, use_tqdm, lora_request, add_special_tokens=True)
+        return self._run(batch_of(prompts), sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -347,8 +347,8 @@ class LLM:
         conversations: abc.Sequence[Any] = [messages] if one else messages
         prompts = [self._prompt_with(conversation, tools=tools, **template_options) for conversation in conversations]
         continued = bool(template_options.get("continue_final_message"))
-        options = {"add_special_tokens": False, "continues_prompt": continued}
-        return self._run(prompts, sampling_params, use_tqdm, lora_request, **options)
+        fields = {"add_special_tokens": False, "continues_prompt": continued}
+        return self._run(prompts, sampling_params, use_tqdm, lora_request, **fields)
 
     def stream(
         self,
@@ -473,19 +473,12 @@ class LLM:
         sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None,
         use_tqdm: bool,
         lora_request: LoRARequest | abc.Sequence[LoRARequest | None] | None,
-        *,
-        add_special_tokens: bool,
-        continues_prompt: bool | None = None,
+        **fields: Any,
     ) -> list[RequestOutput]:
+        """Outputs of prompts; `fields` of `RequestInput` are for all of them."""
         n = len(prompts)
         inputs = [
-            RequestInput(
-                prompt,
-                params,
-                add_special_tokens=add_special_tokens,
-                continues_prompt=continues_prompt,
-                lora_request=adapter,
-            )
+            RequestInput(prompt, params, lora_request=adapter, **fields)
             for prompt, params, adapter in zip(
                 prompts,
                 _one_each("sampling_params", self._recommended if sampling_params is None else sampling_params, n),
