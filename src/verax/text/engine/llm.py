@@ -107,7 +107,7 @@ class LLM:
             hosts.agree(_digests(opened, config))
         tokenizer = None if skip_tokenizer_init or config.node_rank > 0 else _tokenizer(opened)
         models = []
-        for mesh in map(_placement_mesh, meshes):
+        for mesh in map(weight_update.placement_mesh, meshes):
             with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
                 model_of_mesh = load_causal_lm(
                     opened,
@@ -166,7 +166,7 @@ class LLM:
                 "nnodes: a model in memory runs on one host; several load one from a checkpoint"
             )
         meshes = tensor_meshes(config.tensor_parallel_size, config.data_parallel_size)
-        models = [weight_update.placed_model(model, mesh) for mesh in map(_placement_mesh, meshes)]
+        models = [weight_update.placed_model(model, mesh) for mesh in meshes]
         repeats = repeated_units(type(model), model.config, config.tensor_parallel_size)
         template = AbstractModel.from_module(model)
         llm._template = lambda: template
@@ -235,7 +235,7 @@ class LLM:
                 raise InvalidParameterError(
                     "update_weights: the engine's weights are quantised; load it without quantization to update them"
                 )
-            weight_update.update_weights(self.engines, self._template(), tree, _placement_mesh)
+            weight_update.update_weights(self.engines, self._template(), tree)
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of weights and cache on the devices until `wake_up`, as vLLM does.
@@ -255,7 +255,8 @@ class LLM:
     def wake_up(self) -> None:
         """Allocate the cache again, empty, and put the weights back on the devices unless `sleep` has dropped them."""
         with self._lock:
-            weight_update.wake_up(self.engines)
+            for engine in self.engines:
+                engine.runner.wake_up()
 
     def follow(self) -> None:
         """Repeat the dispatches of rank 0 until it ends, on a host of another rank.
@@ -588,12 +589,6 @@ def tensor_meshes(size: int, replicas: int = 1, hosts: int = 1) -> list[Mesh | N
     return [make_mesh((size,), (TENSOR_AXIS,), devices[i : i + size]) for i in range(0, needed, size)]
 
 
-def _placement_mesh(mesh: Mesh | None) -> Mesh | None:
-    """The mesh that weights are placed on; None for JAX's default device alone, which needs none."""
-    alone = mesh is not None and mesh.size == 1 and mesh.devices.flat[0] == jax.local_devices()[0]
-    return None if alone else mesh
-
-
 def _new_engines(
     models: abc.Sequence[CausalLM],
     config: EngineConfig,
@@ -618,7 +613,7 @@ def _new_engines(
     drafts: list[CausalLM | None] = [None] * len(models)
     if (speculation := config.speculation) is not None and speculation.model is not None:
         drafts = [
-            load_draft_model(speculation, model, tokenizer, mesh=_placement_mesh(mesh), use_tqdm=use_tqdm)
+            load_draft_model(speculation, model, tokenizer, mesh=weight_update.placement_mesh(mesh), use_tqdm=use_tqdm)
             for model, mesh in zip(models, meshes, strict=True)
         ]
     # Before the caches take what is free.

@@ -5,7 +5,7 @@ The programs of an engine take its weights as arguments, so other weights of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -20,8 +20,6 @@ from verax.models import CausalLM
 from verax.nn import packed_copy
 from verax.text.engine.engine import Engine
 from verax.text.step.program import AbstractModel
-
-__all__ = ["check_idle", "new_model", "placed_model", "sleep", "update_weights", "wake_up"]
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -58,8 +56,15 @@ def new_model(template: AbstractModel, tree: Any) -> CausalLM:
     return nnx.merge(template.graph, jax.tree.unflatten(template.tree, arrays))
 
 
+def placement_mesh(mesh: Mesh | None) -> Mesh | None:
+    """The mesh that an engine's weights are placed on; None for JAX's default device alone, which needs none."""
+    alone = mesh is not None and mesh.size == 1 and mesh.devices.flat[0] == jax.local_devices()[0]
+    return None if alone else mesh
+
+
 def placed_model(model: CausalLM, mesh: Mesh | None) -> CausalLM:
-    """Copy of a model with weights as an engine holds them: divided over a mesh, or packed for one device."""
+    """Copy of a model with weights as an engine on a mesh holds them: divided over it, or packed for one device."""
+    mesh = placement_mesh(mesh)
     return packed_copy(model, few_rows=True) if mesh is None else divide_model(model, mesh)
 
 
@@ -71,13 +76,8 @@ def check_idle(what: str, engines: Iterable[Engine], num_hosts: int) -> None:
         raise InvalidParameterError(f"{what}: {unfinished} requests are unfinished; finish or abort them first")
 
 
-def update_weights(
-    engines: Iterable[Engine], template: AbstractModel, tree: Any, placement: Callable[[Mesh | None], Mesh | None]
-) -> None:
-    """Give engines other weights, and drop their cached prefixes.
-
-    `placement`: the mesh that the weights of an engine on a mesh are placed on.
-    """
+def update_weights(engines: Iterable[Engine], template: AbstractModel, tree: Any) -> None:
+    """Give engines other weights, and drop their cached prefixes."""
     model = new_model(template, tree)
     own = {id(leaf) for leaf in jax.tree.leaves(nnx.state(model))}
 
@@ -86,7 +86,7 @@ def update_weights(
         return jnp.copy(leaf) if id(leaf) in own else leaf
 
     for engine in engines:
-        placed = placed_model(model, placement(engine.runner.mesh))
+        placed = placed_model(model, engine.runner.mesh)
         engine.runner.replace_weights([copied(leaf) for leaf in jax.tree.leaves(nnx.state(placed))])
         engine.scheduler.blocks.reset_prefix_cache()
 
@@ -100,9 +100,3 @@ def sleep(engines: Iterable[Engine], level: int) -> None:
     for engine in engines:
         engine.runner.sleep(keep_weights=level == 1)
         engine.scheduler.blocks.reset_prefix_cache()
-
-
-def wake_up(engines: Iterable[Engine]) -> None:
-    """Allocate the caches again, and put weights that stayed on the host back on the devices."""
-    for engine in engines:
-        engine.runner.wake_up()
