@@ -9,9 +9,8 @@ from starlette.testclient import TestClient
 from verax.serve.app import create_app
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
-from verax.serve.page import page as markdown
-from verax.serve.page.page import CONTENT_SECURITY_POLICY, Reports, static_files
-from verax.serve.page.page import MAX_FOLDERS as MAX_DEPTH
+from verax.serve.page import page as module
+from verax.serve.page.page import CONTENT_SECURITY_POLICY, MAX_FOLDERS, Reports, static_files
 from verax.serve.page.page import render_markdown as render
 
 KEY = {"Authorization": "Bearer secret-key"}
@@ -112,13 +111,13 @@ def test_code_has_classes_and_no_styles():
     assert "style" not in html
 
 
-@pytest.mark.parametrize("language", sorted(markdown._LANGUAGES))
+@pytest.mark.parametrize("language", sorted(module._LANGUAGES))
 def test_every_language_of_the_list_is_highlighted(language):
     assert "<span" in render(f"```{language}\n[1] 'x' # = 2 <a>\nFROM x; if\n+a\n$ ls\n```\n")
 
 
 def test_another_language_and_a_long_block_are_shown_unchanged():
-    long = "a = 1\n" * (markdown.MAX_HIGHLIGHTED // 6 + 1)
+    long = "a = 1\n" * (module.MAX_HIGHLIGHTED // 6 + 1)
     for html in (render("```brainfuck\n+++<b>\n```"), render(f"```python\n{long}```")):
         assert "<span" not in html
         assert "<code" in html
@@ -149,7 +148,7 @@ def test_another_language_and_a_long_block_are_shown_unchanged():
 def test_a_hostile_text_makes_no_element_that_does_anything(hostile):
     html = render(hostile)
     tags = re.findall(r"<([a-z]+\d?)((?:\s[^<>]*)?)>", html)
-    assert {name for name, _ in tags} <= markdown._TAGS
+    assert {name for name, _ in tags} <= module._TAGS
     for _, attributes in tags:
         names = set(re.findall(r'([\w-]+)="', re.sub(r'="[^"]*"', '="', attributes)))
         assert names <= {"href", "title", "class", "target", "rel", "start"}
@@ -169,7 +168,7 @@ def test_texts_that_repeat_a_mark_are_rendered(piece):
 
 
 def test_what_the_parser_would_let_through_is_cleaned_once_more():
-    html = markdown._clean(
+    html = module._clean(
         '<script>a()</script><img src=x onerror="b()"><a href="javascript:c()">d</a><a href="data:text/html,e">f</a>'
         '<p style="g" onclick="h()" class="i">j</p><iframe src="k"></iframe><a href="/l">m</a>'
     )
@@ -198,7 +197,7 @@ def test_reports_are_listed_by_name_with_the_newest_first_without_links_and_deep
     deep = folder.joinpath(*"abcdef")
     deep.mkdir(parents=True)
     (deep / "far.json").write_text("{}")
-    folder.joinpath(*"abcdef"[:MAX_DEPTH], "near.json").write_text("{}")
+    folder.joinpath(*"abcdef"[:MAX_FOLDERS], "near.json").write_text("{}")
     assert sorted(Reports(folder).listing()) == ["a/b/c/near.json", "bench.json", "run/compare.md"]
 
 

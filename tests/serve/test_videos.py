@@ -17,8 +17,7 @@ from verax.serve import app as app_module
 from verax.serve.app import create_app
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
-from verax.serve.video import jobs as store_module
-from verax.serve.video import videos
+from verax.serve.video import jobs, videos
 from verax.video.files import write_clip
 
 PIL = pytest.importorskip("PIL.Image")
@@ -219,7 +218,7 @@ def test_a_full_disk_fails_the_clip_and_not_the_server(client, monkeypatch):
     def full(frames, path, fps):
         raise OSError(28, "no space left on device")
 
-    monkeypatch.setattr(store_module, "write_clip", full)
+    monkeypatch.setattr(jobs, "write_clip", full)
     name = client.post("/v1/videos", json=QUICK).json()["id"]
     video = finished(client, name)
     assert (video["status"], video["error"]["code"]) == ("failed", "storage_full")

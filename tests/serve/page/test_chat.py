@@ -1,9 +1,14 @@
-"""The tab Chat in a browser, against canned answers."""
+"""The tab Chat in a browser, against canned answers, and against the built-in model over the real server."""
 
 import json
 import re
 
 import pytest
+
+from tests.support.chat_run import running
+from verax.serve.app import create_app
+from verax.serve.http.server import Server
+from verax.text.engine.async_llm import AsyncLLM
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'verax[test-all]'")
 expect = sync_api.expect
@@ -259,3 +264,18 @@ def test_the_whole_chat_works_with_the_keyboard(page):
     expect(page.get_by_role("article", name="You")).to_have_text(
         re.compile("^one line\ntwo lines"), use_inner_text=True
     )
+
+
+def test_a_chat_with_the_built_in_model(browser):
+    llm = AsyncLLM(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=256, use_tqdm=False)
+    with running(create_app(Server(llm)), "auto") as address, browser.new_page() as page:
+        page.goto(address)
+        ask(page, "What is 47 + 38?")
+        answer = finished(page)
+        expect(answer).to_contain_text("85")
+        expect(answer.locator(".stats")).to_contain_text("tokens/s")
+        answer.get_by_role("button", name="Token probabilities").click()
+        answer.locator(".token", has_text="8").first.hover()
+        expect(answer.locator(".tip .chosen")).to_contain_text("8")
+        page.get_by_role("navigation").get_by_role("link", name="Server").click()
+        expect(page.locator(".tiles")).to_contain_text(re.compile(r"Tokens generated\s*[1-9]"))
