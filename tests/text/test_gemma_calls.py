@@ -1,6 +1,7 @@
 """Gemma 4's tool calls and reasoning: what an answer becomes, its grammars, and the published template."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import tokenizers
@@ -61,27 +62,25 @@ def test_reasoning_content_and_calls_are_told_apart():
     assert parse(THOUGHT + broken) == (broken, "Which <city>?\nOslo.", [])
 
 
-@pytest.mark.parametrize("special", [False, True])
-def test_a_demanded_call_has_known_names_and_types(special):
-    form = FORM
-    if special:
-        tags = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
-        form = ChatFormat("gemma4", True, special_tokens=frozenset(tags), turn_tokens=FORM.turn_tokens)
-        grammar = tool_grammar(form, TOOLS, "required", prompt=OVER)["grammar"]
-        assert "<|tool_call>" in grammar
-        assert '"<|tool_call>"' not in grammar
-        return
-    grammar = tool_grammar(form, TOOLS, "required", prompt=OVER)["grammar"]
+def test_a_demanded_call_has_the_special_tokens_of_the_vocabulary():
+    tags = frozenset(("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'))
+    grammar = tool_grammar(replace(FORM, special_tokens=tags), TOOLS, "required", prompt=OVER)["grammar"]
+    assert "<|tool_call>" in grammar
+    assert '"<|tool_call>"' not in grammar
+
+
+def test_a_demanded_call_has_known_names_and_types():
+    grammar = tool_grammar(FORM, TOOLS, "required", prompt=OVER)["grammar"]
     right = call('city:<|"|>a{b<|"|>,days:2,unit:<|"|>C<|"|>')
     for text in (right, right + right, call("", "clock"), call("days:2")):
         assert accepts(grammar, text)
     for text in ("Hi", call('days:<|"|>2<|"|>'), call('unit:<|"|>K<|"|>'), call("", "other"), call("other:1")):
         assert not accepts(grammar, text)
-    assert not accepts(tool_grammar(form, TOOLS, "required", False, prompt=OVER)["grammar"], right + right)
-    assert accepts(tool_grammar(form, TOOLS, "required", prompt=TURN)["grammar"], THOUGHT + right)
-    assert accepts(tool_grammar(form, TOOLS, "auto", False, prompt=OVER)["grammar"], "Hi" + call("any:{k:[1,true]}"))
+    assert not accepts(tool_grammar(FORM, TOOLS, "required", False, prompt=OVER)["grammar"], right + right)
+    assert accepts(tool_grammar(FORM, TOOLS, "required", prompt=TURN)["grammar"], THOUGHT + right)
+    assert accepts(tool_grammar(FORM, TOOLS, "auto", False, prompt=OVER)["grammar"], "Hi" + call("any:{k:[1,true]}"))
     with pytest.raises(InvalidParameterError, match=r"'weather'.*strict"):
-        tool_grammar(form, [{**TOOLS[0], "strict": True}], "auto", prompt=OVER)
+        tool_grammar(FORM, [{**TOOLS[0], "strict": True}], "auto", prompt=OVER)
 
 
 def test_the_published_template_writes_what_is_read():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.support.engine import generate
 from tests.support.tiny import tiny_checkpoint
 from verax import LLM, SamplingParams, ops
 from verax.checkpoint import Checkpoint
@@ -35,28 +36,23 @@ def test_all_layers_but_the_head_and_experts_round_their_inputs(tmp_path, model)
     assert rounding(shapes) == found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
-
-
 def answers(folder, prompts, **options):
+    """Tokens of each answer, and their log-probabilities."""
     llm = LLM(folder, dtype="float32", max_model_len=64, max_num_seqs=4, use_tqdm=False, **options)
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    steps = [
-        zip(output.outputs[0].logprobs, chosen, strict=True) for output, chosen in zip(outputs, tokens, strict=True)
+    samples = [output.outputs[0] for output in generate(llm, prompts, GREEDY)]
+    logprobs = [
+        [entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
+        for sample in samples
     ]
-    logprobs = [[step[token].logprob for step, token in of_answer] for of_answer in steps]
-    return tokens, logprobs
+    return [sample.token_ids for sample in samples], logprobs
 
 
-def test_an_answer_is_that_of_the_reference_and_does_not_depend_on_its_batch(folder):
-    tokens, logprobs = answers(folder, PROMPTS, quantization="w8a8")
+def test_an_answer_is_that_of_the_reference_and_does_not_depend_on_its_batch(tiny_folder):
+    tokens, logprobs = answers(tiny_folder, PROMPTS, quantization="w8a8")
     for i, prompt in enumerate(PROMPTS):
-        assert answers(folder, [prompt], quantization="w8a8") == (tokens[i : i + 1], logprobs[i : i + 1])
+        assert answers(tiny_folder, [prompt], quantization="w8a8") == (tokens[i : i + 1], logprobs[i : i + 1])
     with ops.use_implementations(linear="reference"):
-        expected, theirs = answers(folder, PROMPTS, quantization="w8a8")
+        expected, theirs = answers(tiny_folder, PROMPTS, quantization="w8a8")
     assert tokens == expected
     np.testing.assert_allclose(logprobs, theirs, atol=0.02)
-    assert answers(folder, PROMPTS, quantization="int8")[1] != logprobs
+    assert answers(tiny_folder, PROMPTS, quantization="int8")[1] != logprobs
