@@ -36,8 +36,6 @@ from verax.files import read_json
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["SparseEncoder"]
-
 
 class SparseEncoder(Encoder):
     """Texts to sparse vectors `[V]`, a weight for each token of the vocabulary.

@@ -49,8 +49,6 @@ from verax.loading import load_model
 from verax.nn import Linear, Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["TokenEncoder", "is_token_model", "maxsim"]
-
 _QUERY_LENGTH = 32
 """Tokens that ColBERT fills queries up to, where its files do not say."""
 

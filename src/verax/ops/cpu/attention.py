@@ -16,8 +16,6 @@ from verax.ops.attention import ScoreOptions, attention, check_scores
 from verax.ops.cpu import library
 from verax.ops.paged import PagedBatch, Pages, QuantizedPages, paged_attention, paged_decode_attention, write_pages
 
-__all__ = ["FLOATS", "score_attributes", "takes"]
-
 FLOATS = (jnp.float32, jnp.bfloat16)
 """Dtypes that the kernels read."""
 

@@ -32,8 +32,6 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["BEST", "HEADERS", "HERE", "BuildError", "build", "compiler", "library_name"]
-
 HEADERS = "jaxlib>=0.10,<0.11; python_version < '3.15'", "jaxlib>=0.10; python_version >= '3.15'"
 """Requirements that bring XLA's FFI headers, for the build hook. (Python 3.14 is the newest with a jaxlib 0.10.)"""
 

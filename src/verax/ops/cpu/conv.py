@@ -21,8 +21,6 @@ from verax.ops.conv import ConvShape, Geometry, conv2d, conv3d
 from verax.ops.cpu import library
 from verax.ops.cpu.attention import FLOATS
 
-__all__: list[str] = []
-
 
 def _accepts(x: Any, weight: Any, *_: Any, **__: Any) -> bool:
     dtypes = x.dtype in FLOATS and weight.dtype in FLOATS

@@ -21,8 +21,6 @@ from verax.ops.delta._inputs import RecurrenceOptions
 from verax.ops.hierarchical._inputs import HierarchicalInputs, Pair, chunk_length
 from verax.ops.hierarchical._published import hierarchical_factored, hierarchical_rule, local_outputs, local_rule
 
-__all__: list[str] = []
-
 
 def _accepts(x: DeltaInputs, initial_state: Any, cu_seqlens: Any = None, *, scale: Any = 1.0, **_: Any) -> bool:
     dtypes = all(a.dtype in FLOATS for a in x) and initial_state.dtype == jnp.float32

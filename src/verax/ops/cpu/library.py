@@ -20,20 +20,6 @@ from jax.typing import DTypeLike
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.ops._dispatch import vary_alike
 
-__all__ = [
-    "HANDLERS",
-    "REQUIREMENTS",
-    "available",
-    "call",
-    "call_many",
-    "has",
-    "level",
-    "levels",
-    "optional",
-    "problem",
-    "use_level",
-]
-
 HANDLERS = (
     "verax_attention",
     "verax_conv",

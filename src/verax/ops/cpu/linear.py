@@ -25,8 +25,6 @@ from verax.ops.linear import Quantized, Weight, gelu_mlp, linear, multi_linear, 
 from verax.ops.packed import CELL_VALUES, ROUNDED_CELL_VALUES, PackedWeight, pack_weight
 from verax.ops.quantized import QuantizedWeight
 
-__all__: list[str] = []
-
 MAX_ROWS = 32
 """Most rows at which XLA's matmul library is slower: 1.2 times for a 4096 x 11008 weight (`verax bench ops`)."""
 

@@ -19,8 +19,6 @@ from verax.ops.cpu.attention import FLOATS
 from verax.ops.pointwise import gelu, layer_norm, rms_norm
 from verax.ops.rope import norm_rotary
 
-__all__: list[str] = []
-
 
 def _accepts(eps: Any, *arrays: Any) -> bool:
     # The kernels take eps as an attribute: a number that is known while tracing.

@@ -14,8 +14,6 @@ from jaxtyping import Array, Bool, Float, Int
 from verax.ops.cpu import library
 from verax.ops.sampling import SamplingArrays, sample, token_logprobs
 
-__all__: list[str] = []
-
 
 def _accepts(logits: Any, *args: Any, **kwargs: Any) -> bool:
     return logits.shape[-1] > 0
