@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from verax import builtin, models, progress
 from verax._compat import enable_compilation_cache
 from verax._optional import Deferred
 from verax.checkpoint import Checkpoint
+from verax.checkpoint.checkpoint import DerivedFile
 from verax.embed.buckets import (
     Buckets,
     Job,
@@ -33,15 +35,18 @@ from verax.embed.buckets import (
 )
 from verax.embed.modules import Modules, check_precision, cut, load_modules, normalized, open_folder, quantized
 from verax.embed.settings import EncoderSettings, Prompts
-from verax.embed.tasks import with_task
-from verax.errors import InvalidParameterError
-from verax.fields import Size, read_value
+from verax.errors import CheckpointError, InvalidParameterError
+from verax.fields import Positive, Size, read_value
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
 # Which derive their encoders from the one here.
 _token_encoder: Any = Deferred("verax.embed.token_encoder")
 _sparse_encoder: Any = Deferred("verax.embed.sparse_encoder")
+
+_WITH_ADAPTERS = ".parametrizations.weight."
+"""What names a weight that has adapters of tasks."""
+_EMBEDDINGS = "_embeddings"
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,7 @@ class Encoder:
 
     def _load(self, folder: Path, opened: Checkpoint, options: LoadOptions) -> None:
         """Load the checkpoint of a folder, whose transformer is `opened`, and make the program."""
-        opened, instruction = with_task(opened, options.task)
+        opened, instruction = _with_task(opened, options.task)
         model_class, config = models.encoder(opened.config)
         causal = models.is_causal(opened.config)
         self.model_config = config
@@ -395,3 +400,63 @@ def _with_prompt(options: dict[str, Any], prompt: str) -> dict[str, Any]:
     """Arguments of `encode` with a prompt, unless they have one."""
     chosen = options.get("prompt") is not None or options.get("prompt_name") is not None
     return options if chosen else {**options, "prompt": prompt}
+
+
+def _with_task(opened: Checkpoint, task: str | None) -> tuple[Checkpoint, str]:
+    """A checkpoint with the weights of a task, and the instruction that goes before its texts.
+
+    In jina-embeddings-v3 (arXiv:2409.10173) a layer's weight W lies as `parametrizations.weight.original`, next to LoRA
+    factors of all tasks: `lora_A [K, r, in]` and `lora_B [K, out, r]`, for embeddings `[K, rows, r]` and `[K, r, D]`.
+    A task's weight is `W + B A alpha / r`. As in the published code, W alone is used without a task.
+
+    `task`: a name of `lora_adaptations` in config.json; None for the weights without adapters and no instruction.
+
+    Raises:
+        InvalidParameterError: for a task that the checkpoint does not have, with those that it has.
+        CheckpointError: for factors of other shapes than config.json says.
+    """
+    config = opened.config
+    tasks = read_value(config, "lora_adaptations", tuple[str, ...], ())
+    if task is not None and task not in tasks:
+        known = f"the checkpoint has {', '.join(tasks)}" if tasks else "the checkpoint has no adapters of tasks"
+        raise InvalidParameterError(f"task: expected one of its tasks, got {task!r}; {known}")
+    names = [name.removesuffix("original") for name in opened.names() if name.endswith(f"{_WITH_ADAPTERS}original")]
+    if not names:
+        if task is not None:
+            raise CheckpointError(f"{opened.folder}: no weight has adapters, although config.json names {task!r}")
+        return opened, ""
+    number = None if task is None else tasks.index(task)
+    rank = read_value(config, "lora_rank", Size, 4)
+    scale = float(read_value(config, "lora_alpha", Positive, 1.0)) / rank
+    files = {}
+    for name in names:
+        key = name.removesuffix(_WITH_ADAPTERS) + ".weight"
+        _check_factors(opened, name, len(tasks), rank)
+        source = f"{name}original"
+        files[key] = DerivedFile(
+            opened.place(source)[0],
+            key,
+            opened.info(source)._replace(dtype=np.dtype(np.float32)),
+            partial(_weight_of_task, opened, name, number, scale),
+            partial(opened.release, source),
+        )
+    instructions = read_value(config, "task_instructions", dict[str, str], {})
+    return opened.with_files(files), instructions.get(task or "", "")
+
+
+def _check_factors(opened: Checkpoint, name: str, tasks: int, rank: int) -> None:
+    rows, columns = opened.shape(f"{name}original")
+    embeds = name.endswith(_EMBEDDINGS + _WITH_ADAPTERS)
+    expected = ((rows, rank), (rank, columns)) if embeds else ((rank, columns), (rows, rank))
+    for key, shape in zip((f"{name}0.lora_A", f"{name}0.lora_B"), expected, strict=True):
+        if (given := opened.shape(key)) != (tasks, *shape):
+            raise CheckpointError(f"{opened.folder}: {key} has shape {list(given)}, expected {[tasks, *shape]}")
+
+
+def _weight_of_task(opened: Checkpoint, name: str, task: int | None, scale: float) -> np.ndarray:
+    """Weight of a layer or an embedding for a task, float32."""
+    weight = np.asarray(opened.read(f"{name}original"), np.float32)
+    if task is None:
+        return weight
+    a, b = (np.asarray(opened.read_raw(f"{name}0.lora_{factor}")[task], np.float32) for factor in "AB")
+    return weight + (a @ b if name.endswith(_EMBEDDINGS + _WITH_ADAPTERS) else b @ a) * np.float32(scale)

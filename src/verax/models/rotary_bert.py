@@ -175,7 +175,7 @@ class NomicBertConfig(GteConfig):
 
 @dataclass(frozen=True)
 class JinaV3Config(GteConfig):
-    """Sizes of jina-embeddings-v3; `verax.embed.tasks` reads the adapters of its tasks."""
+    """Sizes of jina-embeddings-v3; `verax.Encoder` reads the adapters of its tasks."""
 
     layer_norm_eps: Epsilon = 1e-5
     max_position_embeddings: Size = 8194
