@@ -9,8 +9,7 @@ import pytest
 from verax import VideoPipeline, VideoRequest
 from verax.compare.videos import compare_clips
 from verax.errors import InvalidParameterError
-from verax.models.wan.caches import magcache_for, teacache_for
-from verax.models.wan.family import SKYREELS
+from verax.models.wan.family import SKYREELS, magcache_for, teacache_for
 from verax.video.caches import MagCurve, interpolated, magcache_steps, teacache_steps
 from verax.video.schedule import noise_levels
 
