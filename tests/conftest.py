@@ -116,7 +116,7 @@ SLOW = (
     "ops/test_delta_scan",
     "ops/test_delta_step",
     "ops/test_hierarchical",
-    "ops/test_linear_gpu",
+    "ops/test_linear.py::test_the_gpus",
     "ops/test_paged_kernels",
     "ops/test_shard_map",
     "plan",

@@ -1,4 +1,4 @@
-"""Linear layers: low-rank adapters, and weights that are packed once for all calls."""
+"""Linear layers: low-rank adapters, weights that are packed once for all calls, and blocks with divided weights."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from tests.support.cpu import needs_library
 from tests.support.gguf import encode
@@ -16,7 +17,8 @@ from tests.text.conftest import make_llm
 from verax import LLM, SamplingParams, ops
 from verax.checkpoint import Checkpoint
 from verax.loading import load_causal_lm
-from verax.nn import Embedding, Linear, LowRank, fused_linear, pack_linear_weights
+from verax.nn import Embedding, LayerNorm, Linear, LowRank, fused_linear, pack_linear_weights
+from verax.nn.parallel import ShardedBlocks
 from verax.ops.cpu import library
 
 D, RANK = 64, 3
@@ -162,3 +164,26 @@ def test_an_engine_packs_weights_and_leaves_a_modules_own_unchanged(folder):
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     tokens = [[out.outputs[0].token_ids for out in one.generate(prompts, GREEDY)] for one in (llm, loaded, plain)]
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+class Block(nnx.Module):  # tests/video/test_mesh.py compares clips with such blocks
+    def __init__(self, size, inner, key):
+        self.norm = LayerNorm(size, eps=1e-6, dtype=jnp.float32)
+        self.ffn = Linear(size, inner, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(key))
+
+
+def blocks(size, inner):
+    return [Block(size, inner, i) for i in range(3)]
+
+
+@pytest.mark.parametrize(("inner", "axis"), [(16, 1), (6, 2), (5, 2)])
+def test_a_matrix_is_divided_along_the_first_axis_that_divides_over_all_devices(inner, axis):
+    stack = nnx.eval_shape(lambda: ShardedBlocks(blocks(8, inner), AbstractMesh((2, 4), ("rows", "columns"))))
+    found = stack.divisions
+    assert list(found) == ["stack.ffn.weight"]
+    assert found["stack.ffn.weight"].spec == PartitionSpec(*[None] * axis, ("rows", "columns"))
+
+
+def test_what_no_axis_divides_is_whole():
+    stack = nnx.eval_shape(lambda: ShardedBlocks(blocks(6, 5), AbstractMesh((4,), ("devices",))))
+    assert stack.divisions == {}
