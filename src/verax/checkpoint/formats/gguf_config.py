@@ -417,14 +417,9 @@ def next_token_layers(metadata: Mapping[str, Any]) -> int:
     return count if isinstance(count, int) else 0
 
 
-GEMMA_READ = frozenset(
-    {
-        *("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"),
-        "final_logit_softcapping",
-    }
-)
+WINDOWS_READ = frozenset({"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"})
 
-OLMO_READ = frozenset({"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"})
+GEMMA_READ = WINDOWS_READ | {"final_logit_softcapping"}
 
 HYBRID_READ = frozenset(
     {
@@ -447,14 +442,14 @@ GRANITE_READ: Mapping[str, str] = {
 OWN_KEYS: Mapping[str, frozenset[str]] = {
     "gemma3": GEMMA_READ,
     "gemma2": GEMMA_READ | {"attn_logit_softcapping"},
-    "olmo2": OLMO_READ,
+    "olmo2": WINDOWS_READ,
     # A dense Granite 4's file has the width of its feed-forward part by this name too.
     "granite": frozenset({*GRANITE_READ, "expert_shared_feed_forward_length"}),
     "mistral3": frozenset({"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"}),
     "qwen2moe": EXPERTS_READ | {"expert_shared_feed_forward_length"},
     "qwen3moe": EXPERTS_READ,
     **dict.fromkeys(_HYBRID, HYBRID_READ | EXPERTS_READ),
-    "gpt-oss": EXPERTS_READ | {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"},
+    "gpt-oss": EXPERTS_READ | WINDOWS_READ,
     "gemma4": EXPERTS_READ | GEMMA_READ | {"attention.shared_kv_layers", "embedding_length_per_layer_input"},
     "phi3": frozenset({"attention.sliding_window", "rope.scaling.attn_factor"}),
 }
