@@ -311,7 +311,7 @@ MODULES = {
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("style", FORMATS)
-def test_every_implementationat_is_pefts_arithmetic(style, module, base, tmp_path):
+def test_every_format_is_pefts_arithmetic(style, module, base, tmp_path):
     down, up, alpha, diffusers = FORMATS[style]
     F, D = SHAPES[f"{module}.weight"]
     A, B = draw(RANK, D, seed=50), draw(F, RANK, seed=51)
