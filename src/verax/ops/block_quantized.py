@@ -19,24 +19,9 @@ from jaxtyping import Array, Float, Float16, Int, UInt8, UInt32
 
 from verax.errors import InvalidParameterError
 
+
 # The blocks of ggml's quantised types are taken apart into integers and scales in the order of the inputs. Their
 # structures are in ggml-common.h, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
-BLOCKS = {
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q5_0": (32, 22),
-    "Q5_1": (32, 24),
-    "Q8_0": (32, 34),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-    "IQ4_NL": (32, 18),
-}
-"""Values and bytes of a block."""
-
-IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-
 class Parsed(NamedTuple):
     """The parts of blocks: codes without a sign, and scales, minimums and factors where the type has them."""
 
@@ -48,7 +33,7 @@ class Parsed(NamedTuple):
 
 
 def parse_blocks(kind: str, blocks: UInt8[np.ndarray, "F B bytes"]) -> Parsed:
-    """Parts of blocks of a type out of `BLOCKS`."""
+    """Parts of blocks of a type out of `BLOCK_KINDS`."""
     if kind in ("Q4_K", "Q5_K"):
         codes = _halves(blocks[..., -128:], 32)
         if kind == "Q5_K":
@@ -129,13 +114,20 @@ class BlockKind:
 
     number: int
     """ggml's number of the type."""
+    block_bytes: int
+    """Bytes of a block of the file."""
     bits: int
     offset: int = 0
     minimums: bool = False
     super_blocks: bool = False
     group: int = 32
     values: tuple[int, ...] = ()
-    """Values that the codes are indices of, where they are not integers themselves; `offset` is then None."""
+    """Values that the codes are indices of, where they are not integers themselves."""
+
+    @property
+    def block(self) -> int:
+        """Inputs of a block of the file."""
+        return 256 if self.super_blocks else 32
 
     @property
     def unit(self) -> int:
@@ -150,16 +142,18 @@ class BlockKind:
         return codes, further, scales, scales * self.minimums, int(self.super_blocks)
 
 
+_IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
 BLOCK_KINDS = {
-    "Q4_0": BlockKind(2, bits=4, offset=8),
-    "Q4_1": BlockKind(3, bits=4, minimums=True),
-    "Q5_0": BlockKind(6, bits=5, offset=16),
-    "Q5_1": BlockKind(7, bits=5, minimums=True),
-    "Q8_0": BlockKind(8, bits=8, offset=128),
-    "Q4_K": BlockKind(12, bits=4, minimums=True, super_blocks=True),
-    "Q5_K": BlockKind(13, bits=5, minimums=True, super_blocks=True),
-    "Q6_K": BlockKind(14, bits=6, offset=32, super_blocks=True, group=16),
-    "IQ4_NL": BlockKind(20, bits=4, values=IQ4_NL_VALUES),
+    "Q4_0": BlockKind(2, 18, bits=4, offset=8),
+    "Q4_1": BlockKind(3, 20, bits=4, minimums=True),
+    "Q5_0": BlockKind(6, 22, bits=5, offset=16),
+    "Q5_1": BlockKind(7, 24, bits=5, minimums=True),
+    "Q8_0": BlockKind(8, 34, bits=8, offset=128),
+    "Q4_K": BlockKind(12, 144, bits=4, minimums=True, super_blocks=True),
+    "Q5_K": BlockKind(13, 176, bits=5, minimums=True, super_blocks=True),
+    "Q6_K": BlockKind(14, 210, bits=6, offset=32, super_blocks=True, group=16),
+    "IQ4_NL": BlockKind(20, 18, bits=4, values=_IQ4_NL_VALUES),
 }
 """Formats by llama.cpp's names."""
 
@@ -190,15 +184,15 @@ class BlockQuantizedWeight:
         """
         if kind not in BLOCK_KINDS:
             raise InvalidParameterError(f"kind: expected one of {', '.join(BLOCK_KINDS)}, got {kind!r}")
-        form, (size, size_bytes) = BLOCK_KINDS[kind], BLOCKS[kind]
+        form = BLOCK_KINDS[kind]
         F, row_bytes = rows.shape
-        if row_bytes % size_bytes:
-            raise InvalidParameterError(f"rows: {row_bytes} bytes are not whole {kind} blocks of {size_bytes}")
-        D = row_bytes // size_bytes * size
+        if row_bytes % form.block_bytes:
+            raise InvalidParameterError(f"rows: {row_bytes} bytes are not whole {kind} blocks of {form.block_bytes}")
+        D = row_bytes // form.block_bytes * form.block
         words = np.zeros(BlockQuantizedWeight.shapes(kind, F, D).words.shape, np.uint32)
         step = max(LANES, LAID_OUT_AT_ONCE // max(D, 1) // LANES * LANES)
         for row in range(0, F, step):
-            piece = _row_words(form, kind, rows[row : row + step])
+            piece = _row_words(kind, rows[row : row + step])
             piece = np.pad(piece, ((0, -len(piece) % LANES), (0, 0), (0, 0))).reshape(-1, LANES, *words.shape[1:3])
             words[row // LANES :][: len(piece)] = np.moveaxis(piece, 1, -1)
         return BlockQuantizedWeight(words, F, D, kind)
@@ -268,10 +262,10 @@ def _codes(form: BlockKind, codes: UInt32[Array, "*B c"], further: UInt32[Array,
     return result
 
 
-def _row_words(form: BlockKind, kind: str, rows: UInt8[np.ndarray, "F bytes"]) -> UInt32[np.ndarray, "F units words"]:
+def _row_words(kind: str, rows: UInt8[np.ndarray, "F bytes"]) -> UInt32[np.ndarray, "F units words"]:
     """The words of some rows."""
-    _, size_bytes = BLOCKS[kind]
-    blocks = rows.reshape(len(rows), -1, size_bytes)
+    form = BLOCK_KINDS[kind]
+    blocks = rows.reshape(len(rows), -1, form.block_bytes)
     if not form.super_blocks:  # two blocks make a unit
         blocks = np.pad(blocks, ((0, 0), (0, blocks.shape[1] % 2), (0, 0)))
     parsed = parse_blocks(kind, blocks)

@@ -47,7 +47,7 @@ from jax.typing import DTypeLike
 from verax.checkpoint.formats.safetensors import TensorInfo
 from verax.errors import CheckpointError
 from verax.fields import Size, read_value
-from verax.ops.block_quantized import BLOCKS, BlockQuantizedWeight, parse_blocks
+from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight, parse_blocks
 from verax.ops.quantized import BITS, GROUP_SIZES, Precision, QuantizedWeight
 
 GROUPS = f"a scale for {', '.join(map(str, GROUP_SIZES))} inputs or a multiple of them, or one for a row"
@@ -480,7 +480,7 @@ GGML_KINDS = ("Q8_0", "Q4_0", "MXFP4")
 def from_ggml(kind: str, rows: np.ndarray) -> QuantizedWeight:
     """Weight of rows of blocks of a type out of `GGML_KINDS`, `uint8 [F, bytes]`, as integers with a scale for 32."""
     if kind != "MXFP4":
-        codes, scales, *_ = parse_blocks(kind, rows.reshape(len(rows), -1, BLOCKS[kind][1]))
+        codes, scales, *_ = parse_blocks(kind, rows.reshape(len(rows), -1, BLOCK_KINDS[kind].block_bytes))
         bits = 8 if kind == "Q8_0" else 4
         integers = codes.astype(np.int16) - (1 << (bits - 1))
         return lay_out(integers.astype(np.int8).reshape(len(rows), -1), scales[..., 0], bits, 32)
