@@ -228,8 +228,7 @@ class Implementation(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if not self.is_pure:
             return self.function(*args, **kwargs)
-        context = target(), frozenset(_choices_in_force().items()), Operation.num_registered
-        return trace_once(self.function, context, *args, **kwargs)
+        return trace_once(self.function, tracing_context(), *args, **kwargs)
 
 
 class Operation(Generic[P, R]):
@@ -383,8 +382,7 @@ def tracing_context() -> Hashable:
 
     Programs that were traced within equal contexts are equal.
     """
-    functions = (impl.function for op in _REGISTRY.values() for impl in op.implementations.values())
-    return target(), frozenset(_choices_in_force().items()), tuple(functions)
+    return target(), frozenset(_choices_in_force().items()), Operation.num_registered
 
 
 def _choices_in_force() -> Mapping[str, Choice]:
