@@ -24,7 +24,7 @@ from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value
 from verax.models.umt5 import position_rows
 from verax.nn import Embedding, LayerNorm, Linear, Sentences, fused_gelu_mlp, fused_linear
-from verax.ops.attention import MASKED, float32_product
+from verax.ops.attention import biased_attention
 
 __all__ = [
     "ACTIVATIONS",
@@ -171,24 +171,6 @@ def _without_padding(padding: Bool[Array, "B T"], positions: Int[Array, "B T"]) 
     starts = jnp.arange(padding.shape[1]) - positions
     before = jnp.take_along_axis(count - padding, starts, axis=1)
     return jnp.where(padding, -1, positions - (count - before))
-
-
-def biased_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"],
-    v: Float[Array, "B T N H"],
-    bias: Float[Array, "*#B #N #T T"],
-    segments: Int[Array, "B T"],
-    scale: float,
-) -> Float[Array, "B T N H"]:
-    """Attention of every token to all tokens of its sentence, with numbers that are added to the scores. Float32.
-
-    Not `ops.attention`, which adds nothing to scores: memory is `O(B N T T)`. Sentences are short.
-    """
-    scores = float32_product("btnh,bsnh->bnts", (q * scale).astype(k.dtype), k) + bias
-    visible = segments[:, None, :, None] == segments[:, None, None, :]
-    weights = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1)
-    return float32_product("bnts,bsnh->btnh", weights.astype(v.dtype), v)
 
 
 class BertSelfAttention(nnx.Module):

@@ -18,15 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value
-from verax.models.bert import (
-    ACTIVATIONS,
-    BertEmbeddings,
-    BertLayer,
-    biased_attention,
-    check_activation,
-)
+from verax.models.bert import ACTIVATIONS, BertEmbeddings, BertLayer, check_activation
 from verax.nn import Embedding, LayerNorm, Linear, Sentences
-from verax.ops.attention import float32_product
+from verax.ops.attention import biased_attention, float32_product
 
 __all__ = ["DebertaConfig", "DebertaForSequenceClassification", "DebertaModel"]
 

@@ -19,8 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value
-from verax.models.bert import ACTIVATIONS, BertAttention, BertEmbeddings, BertSelfAttention, biased_attention
+from verax.models.bert import ACTIVATIONS, BertAttention, BertEmbeddings, BertSelfAttention
 from verax.nn import LayerNorm, Linear, Sentences
+from verax.ops.attention import biased_attention
 
 __all__ = ["JinaBertConfig", "JinaBertModel"]
 

@@ -20,9 +20,9 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_layer_types, read_value
 from verax.files import JsonObject
-from verax.models.bert import ACTIVATIONS, biased_attention, check_activation
+from verax.models.bert import ACTIVATIONS, check_activation
 from verax.nn import Embedding, LayerNorm, Linear, Sentences
-from verax.ops.attention import MASKED
+from verax.ops.attention import MASKED, biased_attention
 from verax.ops.rope import rotary_settings
 
 __all__ = ["ModernBertConfig", "ModernBertForMaskedLM", "ModernBertForSequenceClassification", "ModernBertModel"]

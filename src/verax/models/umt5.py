@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from verax.errors import UnsupportedModelError
 from verax.fields import Depth, Epsilon, Size, read_fields, require_fields
 from verax.nn import Embedding, Linear, RMSNorm
-from verax.ops.attention import MASKED, exact_products
+from verax.ops.attention import biased_attention
 from verax.ops.division import Division
 
 __all__ = ["UMT5Config", "UMT5EncoderModel"]
@@ -116,15 +115,10 @@ class T5Attention(nnx.Module):
         self.o = Linear(inner, D, divided="in", unit=H, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], bias: Float[Array, "N T T"], real: Bool[Array, "B T"]
+        self, x: Float[Array, "B T D"], bias: Float[Array, "N T T"], segments: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        dtype = self.dtype
-        q, k, v = (m(x).astype(dtype).reshape(*x.shape[:2], -1, self.head_dim) for m in (self.q, self.k, self.v))
-        # Not `ops.attention`, which adds nothing to scores. Prompts are short: B N T T floats are tens of megabytes.
-        product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=exact_products(k))
-        scores = product("btnh,bsnh->bnts", q, k) + bias
-        weights = jax.nn.softmax(jnp.where(real[:, None, None, :], scores, MASKED), axis=-1)
-        return self.o(product("bnts,bsnh->btnh", weights.astype(dtype), v).reshape(*x.shape[:2], -1))
+        q, k, v = (m(x).astype(self.dtype).reshape(*x.shape[:2], -1, self.head_dim) for m in (self.q, self.k, self.v))
+        return self.o(biased_attention(q, k, v, bias, segments, 1.0).reshape(*x.shape[:2], -1))
 
 
 class T5FeedForward(nnx.Module):
@@ -152,9 +146,9 @@ class T5Block(nnx.Module):
         self.pos_embedding = RelativeEmbedding(config, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], rows: Int[Array, "T T"], real: Bool[Array, "B T"]
+        self, x: Float[Array, "B T D"], rows: Int[Array, "T T"], segments: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        x = x + self.attn(self.norm1(x), self.pos_embedding(rows), real)
+        x = x + self.attn(self.norm1(x), self.pos_embedding(rows), segments)
         return x + self.ffn(self.norm2(x))
 
 
@@ -182,11 +176,11 @@ class UMT5EncoderModel(nnx.Module):
         `tokens`: token ids; any ids at the padding. `lengths`: tokens of each prompt that are not padding.
         """
         T = tokens.shape[1]
-        real = jnp.arange(T) < lengths[:, None]
+        segments = (jnp.arange(T) >= lengths[:, None]).astype(jnp.int32)  # of a prompt, and of its padding
         config = self.config
         buckets, farthest = config.relative_attention_num_buckets, config.relative_attention_max_distance
         rows = jnp.asarray(position_rows(buckets, farthest, T))
         x = self.token_embedding(tokens)
         for block in self.blocks:
-            x = block(x, rows, real)
-        return jnp.where(real[..., None], self.norm(x), 0.0)
+            x = block(x, rows, segments)
+        return jnp.where(segments[..., None] == 0, self.norm(x), 0.0)

@@ -214,6 +214,24 @@ def float32_product(equation: str, x: Array, y: Array) -> Array:
     return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32, precision=exact_products(y))
 
 
+def biased_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N H"],
+    bias: Float[Array, "*#B #N #T T"],
+    segments: Int[Array, "B T"],
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """Attention of every token to all tokens of its sentence, with numbers that are added to the scores. Float32.
+
+    Not `attention`, which adds nothing to scores: memory is `O(B N T T)`. Sentences and prompts are short.
+    """
+    scores = float32_product("btnh,bsnh->bnts", (q * scale).astype(k.dtype), k) + bias
+    visible = segments[:, None, :, None] == segments[:, None, None, :]
+    weights = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1)
+    return float32_product("bnts,bsnh->btnh", weights.astype(v.dtype), v)
+
+
 # Joined heads of keys and values: m heads of size H are stored as one head of size m H.
 #
 # A register of a TPU has 128 numbers side by side. A head of 64 fills half of one, two joined heads fill it. A query
