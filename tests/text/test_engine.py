@@ -361,6 +361,23 @@ def test_a_stream_that_is_dropped_leaves_the_other_requests_and_nothing_else(llm
     assert not llm.has_unfinished_requests
 
 
+def test_a_stream_that_is_closed_within_a_step_leaves_the_other_requests(llm, monkeypatch):
+    """The garbage collector may close it there, if it was part of a cycle such as an error's traceback."""
+    expected, blocks = alone(llm, PROMPTS[3]), llm.engine.scheduler.blocks
+    grow = blocks.grow
+    pieces = llm.stream(PROMPTS[1], GREEDY)
+    assert next(pieces)
+
+    def grow_and_collect(*arguments, **options):
+        pieces.close()
+        return grow(*arguments, **options)
+
+    monkeypatch.setattr(blocks, "grow", grow_and_collect)
+    assert alone(llm, PROMPTS[3]) == expected
+    assert not llm.has_unfinished_requests
+    check_engine(llm.engine)
+
+
 @pytest.mark.parametrize("messages", ["Hello", {"role": "user", "content": "Hello"}, iter([])])
 def test_a_chat_that_is_not_a_list_is_refused_by_name(llm, messages):
     with pytest.raises(InvalidParameterError, match="messages: expected a list"):

@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from collections import abc
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -193,6 +194,8 @@ class LLM:
         """Longest sequence that is served, in tokens."""
         self._lock = threading.RLock()
         """Held by whoever adds requests or runs steps."""
+        self._turns, self._dropped = 0, list[str]()
+        """Calls of `_turn` within each other, and requests of streams that were closed meanwhile."""
         self._router = ReplicaRouter(engines, block_size=engines[0].prefix_block_size)
         self._names = itertools.count()
 
@@ -429,12 +432,12 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Run one engine step; outputs of the requests that got a token, or ended."""
-        with self._lock:
+        with self._turn():
             return [output for engine in self._busy() for output in engine.step()]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request; its output so far, or None if there is no such request."""
-        with self._lock:
+        with self._turn():
             engine = self._engine_of(request_id)
             return None if engine is None else engine.abort(request_id)
 
@@ -460,13 +463,30 @@ class LLM:
 
     def _add(self, request: Request) -> Engine:
         """Queue a prepared request at one of the engines, which is returned."""
-        engine = self._router.choose(request.prompt_token_ids, request.adapter_id)
-        engine.add(request)
-        return engine
+        with self._turn():
+            engine = self._router.choose(request.prompt_token_ids, request.adapter_id)
+            engine.add(request)
+            return engine
 
     def _advance(self) -> list[Request]:
         """`step` without building outputs: the requests that got tokens. Finished ones stay until `pop_output`."""
-        return [request for engine in self._busy() for request in engine.advance()]
+        with self._turn():
+            return [request for engine in self._busy() for request in engine.advance()]
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Context of a change of the engines, at whose end requests of closed streams are aborted.
+
+        The garbage collector closes dropped streams anywhere, in the middle of a step of this thread too.
+        """
+        with self._lock:
+            self._turns += 1
+            try:
+                yield
+            finally:
+                self._turns -= 1
+                while self._dropped and not self._turns:
+                    self.abort(self._dropped.pop())
 
     def _run(
         self,
@@ -512,8 +532,7 @@ class LLM:
     def _pieces(self, request: Request) -> Generator[str, None, RequestOutput]:
         """Run a prepared request. It is queued here: a generator that never began leaves nothing in the engine."""
         finalizing = sys.is_finalizing  # when the interpreter ends, globals may be gone before a generator is
-        with self._lock:
-            engine = self._add(request)
+        engine = self._add(request)
         shown = request.sequences[0].detokenizer
         assert shown is not None
         try:
@@ -530,7 +549,9 @@ class LLM:
             return engine.output(request)  # `step` may have removed it already
         finally:
             if not finalizing():
-                self.abort(request.request_id)
+                self._dropped.append(request.request_id)
+                with self._turn():
+                    pass
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
