@@ -251,6 +251,7 @@ OTHER_CALLS = {
     "rms_norm": (ones(3, 64), ones(64)),
     "attention": (ones(1, 5, 4, 8), ones(1, 5, 2, 8), ones(1, 5, 2, 8)),
     "apply_rotary": (ones(1, 5, 4, 8), ones(5, 4), ones(5, 4)),
+    "norm_rotary": (ones(5, 4, 8), ones(5, 2, 8), ones(8), ones(8), ones(5, 4), ones(5, 4), 1e-6),
     "write_pages": (*PAGED[:2], ones(3, 2, 8), ones(3, 2, 8), jnp.asarray([1, 1, 2]), jnp.asarray([0, 1, 2])),
 }
 
@@ -298,6 +299,11 @@ def test_results_are_the_same_with_64_bits(name):
         ("grouped_linear", {2: jnp.zeros(3, jnp.int32)}, {}, "groups: expected a shape"),
         ("apply_rotary", {1: ones(5, 5)}, {}, "cos: expected at most 4"),
         ("apply_rotary", {2: ones(1, 4)}, {}, "sin: expected"),
+        ("apply_rotary", {1: ones(4, 4), 2: ones(4, 4)}, {}, r"cos: expected angles of tokens \[1, 5\], got \[4\]"),
+        ("norm_rotary", {1: ones(5, 2, 6)}, {}, r"k: expected shape \[5, 2, 8\]"),
+        ("norm_rotary", {1: ones(1, 2, 8)}, {}, r"k: expected shape \[5, 2, 8\]"),
+        ("norm_rotary", {3: ones(1)}, {}, "k_weight: expected"),
+        ("norm_rotary", {4: ones(5, 5), 5: ones(5, 5)}, {}, "cos: expected at most 4"),
         ("paged_decode_attention", {3: jnp.asarray([1])}, {}, "page_table: expected"),
         ("paged_decode_attention", {4: jnp.asarray([7, 7])}, {}, "kv_lengths: expected"),
         ("paged_decode_attention", {}, {"sinks": ones(1)}, "sinks: expected"),

@@ -239,7 +239,16 @@ def _check(x: Any, cos: Any, sin: Any) -> None:
     h, H = cos.shape[-1], x.shape[-1]
     if 2 * h > H:
         raise InvalidParameterError(f"cos: expected at most {H // 2} angles for heads of size {H}, got {h}")
+    tokens, angles = x.shape[:-2], cos.shape[:-1]
+    if len(angles) > len(tokens) or any(n not in (1, T) for T, n in zip(tokens[::-1], angles[::-1], strict=False)):
+        raise InvalidParameterError(f"cos: expected angles of tokens {list(tokens)}, got {list(angles)}")
     check_shapes(sin=(sin, cos.shape))
+
+
+def _check_both(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, eps: Any) -> None:
+    H = q.shape[-1]
+    check_shapes(k=(k, (*q.shape[:-2], *k.shape[-2:-1], H)), q_weight=(q_weight, (H,)), k_weight=(k_weight, (H,)))
+    _check(q, cos, sin)
 
 
 @operation(check=_check)
@@ -251,7 +260,7 @@ def apply_rotary(
     If H is more than 2 h, the first 2 h numbers are rotated, and the others unchanged.
 
     Raises:
-        InvalidParameterError: for more angles than halves hold, or other sines than cosines.
+        InvalidParameterError: for more angles than halves hold, of other tokens, or other sines than cosines.
     """
     h = cos.shape[-1]
     halves = x[..., : 2 * h].reshape(*x.shape[:-1], 2, h)
@@ -265,7 +274,7 @@ def apply_rotary(
 apply_rotary.examples = [Example((float32(4, 16, 128), float32(4, 64), float32(4, 64)))]
 
 
-@operation(fused=True)
+@operation(fused=True, check=_check_both)
 def norm_rotary(
     q: Float[Array, "*B N H"],
     k: Float[Array, "*B K H"],
@@ -275,7 +284,11 @@ def norm_rotary(
     sin: Float[Array, "*B h"],
     eps: float,
 ) -> tuple[Float[Array, "*B N H"], Float[Array, "*B K H"]]:
-    """`apply_rotary(rms_norm(x, weight, eps), cos, sin)` of queries and of keys, as Qwen3 and Gemma 3 have it."""
+    """`apply_rotary(rms_norm(x, weight, eps), cos, sin)` of queries and of keys, as Qwen3 and Gemma 3 have it.
+
+    Raises:
+        InvalidParameterError: as `apply_rotary`, and for keys or weights that do not fit the queries.
+    """
     q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
