@@ -222,3 +222,4 @@ def test_splash_attention_runs_where_it_is_named_and_takes_the_call():
         assert chosen() == chosen(H=64) == chosen(T=300, S=40, causal=False) == "splash"
         for others in (dict(dtype=jnp.float32), dict(H=96), dict(T=60), dict(S=0, causal=False)):
             assert chosen(**others) != "splash"
+        assert chosen(scale=jnp.ones(())) != "splash"  # an array, as a traced one is

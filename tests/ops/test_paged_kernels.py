@@ -158,11 +158,11 @@ def test_a_batch_of_padding_gives_zeros():
     np.testing.assert_array_equal(attend("tpu", "decode", *problem, pages=1), 0)
 
 
-def chosen(operation, H=128, p=16, dtype="bfloat16", width=8, N=16, P=64):
+def chosen(operation, H=128, p=16, dtype="bfloat16", width=8, N=16, P=64, **options):
     cache = jax.eval_shape(lambda: ops.new_pages((P, 8, p, H), dtype))
     call = (jax.ShapeDtypeStruct((4, N, H), "float32"), cache, cache)
     shapes = ((4, width), (4,), (5,)) if operation is ops.paged_attention else ((4, width), (4,))
-    return operation.select(*call, *(jax.ShapeDtypeStruct(shape, "int32") for shape in shapes)).name
+    return operation.select(*call, *(jax.ShapeDtypeStruct(shape, "int32") for shape in shapes), **options).name
 
 
 BYTES = [{"dtype": "int8"}, {"dtype": "float8_e4m3fn"}]
@@ -201,7 +201,8 @@ def test_they_run_where_they_take_the_call_and_on_tpus_are_named(
             assert chosen(operation) == otherwise
         with ops.use_implementations(**named):
             assert [chosen(operation, **call) for call in taken] == [name] * len(taken)
-            refused = [*refused, {"dtype": "float16"}, {"N": 1024}]
+            numbers = [{name: jnp.ones(())} for name in ("scale", "window", "soft_cap")]  # traced ones are arrays too
+            refused = [*refused, {"dtype": "float16"}, {"N": 1024}, *numbers]
             assert [chosen(operation, **call) for call in refused] == [otherwise] * len(refused)
     with ops.use_implementations(**named):
         assert chosen(operation) != name

@@ -145,6 +145,11 @@ def check_scores(window: int | None, soft_cap: float | None) -> None:
             raise InvalidParameterError(f"window: expected a whole number below 2**31, or None for none, got {value}")
 
 
+def are_numbers(*, scale: Any = None, window: Any = None, soft_cap: Any = None, **_: Any) -> bool:
+    """True for options of scores that are known while tracing: kernels do not take arrays in their place."""
+    return not any(isinstance(value, jax.Array) for value in (scale, window, soft_cap))
+
+
 def check_heads(
     N: int, K: int, *, sinks: Any = None, window: Any = None, soft_cap: Any = None, scale: Any = None
 ) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from verax.ops._dispatch import replaced_by
-from verax.ops.attention import ScoreOptions, attention, check_scores
+from verax.ops.attention import ScoreOptions, are_numbers, attention, check_scores
 from verax.ops.cpu import library
 from verax.ops.paged import PagedBatch, Pages, QuantizedPages, paged_attention, paged_decode_attention, write_pages
 
@@ -34,15 +34,10 @@ def takes(q: Any, k: Any, v: Any, num_kv_heads: int) -> bool:
     return dtypes and grouped
 
 
-def _are_numbers(*, scale: Any = None, window: Any = None, soft_cap: Any = None, **_: Any) -> bool:
-    """True for scores that are known while tracing: the kernels take them as attributes."""
-    return not any(isinstance(value, jax.Array) for value in (scale, window, soft_cap))
-
-
 def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None = None, **options: Any) -> bool:
     # With fewer keys than causal queries, the first queries see nothing: no model has such calls.
     visible = k.shape[1] >= q.shape[1] if causal else window is None
-    return takes(q, k, v, k.shape[2]) and visible and _are_numbers(window=window, **options)
+    return takes(q, k, v, k.shape[2]) and visible and are_numbers(window=window, **options)
 
 
 def score_attributes(
@@ -86,7 +81,7 @@ def _attention_native(
 
 def _accepts_pages(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) -> bool:
     caches, K = (k_cache, v_cache), k_cache.shape[1]
-    if not _are_numbers(**options):
+    if not are_numbers(**options):
         return False
     if isinstance(k_cache, QuantizedPages):  # its values are in the place of an array that the kernels read
         int8 = all(isinstance(cache, QuantizedPages) and cache.dtype == jnp.int8 for cache in caches)

@@ -31,7 +31,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax.ops._target import ADA, AMPERE, has_compute_capability, target
-from verax.ops.attention import MASKED, attention, chunked_attention, exact_products, soft_capped
+from verax.ops.attention import MASKED, are_numbers, attention, chunked_attention, exact_products, soft_capped
 from verax.ops.gpu import KERNEL, pl, plgpu
 from verax.ops.paged import (
     LARGEST,
@@ -120,7 +120,8 @@ def _takes_pages(k_cache: Any, v_cache: Any) -> bool:
 
 def _accepts_pages(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) -> bool:
     sizes = q.shape[1] // k_cache.shape[1] <= MOST_QUERIES and q.size > 0
-    return sizes and options.get("sinks") is None and _takes_pages(k_cache, v_cache)
+    plain = options.get("sinks") is None and are_numbers(**options)
+    return sizes and plain and _takes_pages(k_cache, v_cache)
 
 
 def num_parts(rows: int, heads: int, context: int) -> int:

@@ -70,10 +70,11 @@ def _kernel(
     pl.when(tile >= num_q)(lambda: rotate(k, k_weight, k_out, tile - num_q))
 
 
-def _accepts(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, eps: float) -> bool:
+def _accepts(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, eps: Any) -> bool:
     h, tokens = cos.shape[-1], q.shape[:-2]
     whole = q.shape[-1] == 2 * h and h & (h - 1) == 0 and h >= 16
-    return whole and q.size > 0 and cos.shape[:-1] == tokens and has_compute_capability(AMPERE)
+    known = not isinstance(eps, jax.Array)  # while tracing
+    return whole and known and q.size > 0 and cos.shape[:-1] == tokens and has_compute_capability(AMPERE)
 
 
 @norm_rotary.implementation("triton", **KERNEL, accepts=_accepts)

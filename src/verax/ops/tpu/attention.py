@@ -28,7 +28,7 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int
 
 from verax.ops._dispatch import replaced_by
-from verax.ops.attention import MASKED, attention, soft_capped
+from verax.ops.attention import MASKED, are_numbers, attention, soft_capped
 from verax.ops.paged import (
     PagedBatch,
     Pages,
@@ -59,7 +59,8 @@ def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None 
     # Otherwise some queries see nothing.
     visible = k.shape[1] >= q.shape[1] or not (causal or window is not None)
     # It rounds products of float32.
-    return sizes and k.dtype == v.dtype == jnp.bfloat16 and visible and options.get("sinks") is None
+    plain = options.get("sinks") is None and are_numbers(window=window, **options)
+    return sizes and k.dtype == v.dtype == jnp.bfloat16 and visible and plain
 
 
 @attention.implementation(
@@ -180,7 +181,8 @@ def _accepts_pages(q: Any, k_cache: Any, v_cache: Any, page_table: Any, *_: Any,
     tiled = str(k_cache.dtype) in PAGE_MULTIPLES and H % LANES == 0 and p % PAGE_MULTIPLES[str(k_cache.dtype)] == 0
     tiled = tiled and (LANES % p == 0 or p % LANES == 0)  # scores of some pages are whole registers
     fits = K * H <= MAX_HEADS * LANES and q.shape[1] // K <= MAX_GROUP and math.prod(page_table.shape) <= MAX_TABLE
-    return tiled and are_alike(k_cache, v_cache) and fits and q.size > 0 and options.get("sinks") is None
+    plain = options.get("sinks") is None and are_numbers(**options)
+    return tiled and are_alike(k_cache, v_cache) and fits and q.size > 0 and plain
 
 
 @paged_decode_attention.implementation("pallas", **KERNEL, accepts=_accepts_pages)
