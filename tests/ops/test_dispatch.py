@@ -269,6 +269,25 @@ def test_results_are_the_same_with_64_bits(name):
         np.testing.assert_allclose(wide, plain, rtol=1e-6)
 
 
+def taking(operation, given):
+    """Implementations for this platform that take a call, faster there or not."""
+    chosen = operation.implementations.values()
+    return [one for one in chosen if one.runs_on(ops.target()) and one.available() and one.accepts(*given)]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ["paged_attention", "paged_decode_attention"])
+def test_pages_and_lengths_may_be_small_integers_without_a_sign(name):
+    rng = np.random.default_rng(0)
+    cache, q = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, 2, 4, 8), (3, 2, 8)))
+    integers = [[[1, 2], [2, 0], [0, 0]], [7, 1, 0]] + [[0, 2, 3, 3]] * (name == "paged_attention")
+    plain, small = ([jnp.asarray(x, dtype) for x in integers] for dtype in (jnp.int32, jnp.uint8))
+    operation = ops.operations()[name]
+    expected = operation.reference(q, cache, cache, *plain)
+    for implementation in taking(operation, (q, cache, cache, *small)):
+        np.testing.assert_allclose(implementation(q, cache, cache, *small), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("name", "changes", "options", "begins"),
@@ -288,6 +307,7 @@ def test_results_are_the_same_with_64_bits(name):
         ("attention", {2: ones(1, 4, 2, 8)}, {}, "v: expected"),
         ("attention", {}, {"sinks": ones(2)}, "sinks: expected"),
         ("attention", {}, {"segments": jnp.zeros((2, 5), int)}, "segments: expected"),
+        ("attention", {}, {"segments": ones(1, 5)}, "segments: expected an array of integers, got float32"),
         ("attention", {1: jnp.ones((1, 5, 2, 8), jnp.int8)}, {}, "k: expected floats, got int8"),
         ("attention", {}, {"window": 2.5}, "window: expected a whole number"),
         ("attention", {}, {"window": 2**31}, "window: expected a whole number"),
@@ -308,7 +328,9 @@ def test_results_are_the_same_with_64_bits(name):
         ("paged_decode_attention", {4: jnp.asarray([7, 7])}, {}, "kv_lengths: expected"),
         ("paged_decode_attention", {}, {"sinks": ones(1)}, "sinks: expected"),
         ("paged_attention", {5: jnp.asarray([0, 1, 3])}, {}, "query_starts: expected"),
+        ("paged_attention", {5: ones(2)}, {}, "query_starts: expected an array of integers"),
         ("write_pages", {2: ones(3, 1, 8)}, {}, "k: expected"),
+        ("write_pages", {4: ones(3)}, {}, "pages: expected an array of integers"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused_by_name_whatever_implementation_would_run(name, changes, options, begins):

@@ -469,6 +469,14 @@ def check_shapes(**given: tuple[Any, Sequence[int]]) -> None:
             raise InvalidParameterError(f"{name}: expected shape {list(expected)}, got {_shape_of(array)}")
 
 
+def check_integers(**given: Any) -> None:
+    """Raise `InvalidParameterError` for the first argument that is not an array of integers; None is never wrong."""
+    for name, array in given.items():
+        dtype = getattr(array, "dtype", None)
+        if array is not None and (dtype is None or not jnp.issubdtype(dtype, jnp.integer)):
+            raise InvalidParameterError(f"{name}: expected an array of integers, got {dtype or type(array).__name__}")
+
+
 def check_count(**given: Any) -> None:
     """Raise `InvalidParameterError` for the first argument that is not a whole number of at least 1."""
     for name, value in given.items():

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from verax.errors import InvalidParameterError
-from verax.ops._dispatch import Example, check_axes, check_shapes, float32, operation
+from verax.ops._dispatch import Example, check_axes, check_integers, check_shapes, float32, operation
 
 MASKED = -1e30
 """Score of a masked key, which no softmax notices. Not -inf: a row without visible keys, which gives 0, must not have
@@ -34,6 +34,7 @@ def _check(
     check_axes(q=q, k=k, v=v)
     (B, T, N, H), (_, S, K, _) = q.shape, k.shape
     check_shapes(k=(k, (B, S, K, H)), v=(v, (B, S, K, H)), segments=(segments, (B, T)))
+    check_integers(segments=segments)
     check_heads(N, K, **options)
     if segments is not None and T != S:
         raise InvalidParameterError(f"segments: expected as many keys as queries with them, got {S} and {T}")

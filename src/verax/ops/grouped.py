@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from verax.errors import InvalidParameterError
-from verax.ops._dispatch import Example, bfloat16, float32, int32, operation
+from verax.ops._dispatch import Example, bfloat16, check_integers, float32, int32, operation
 from verax.ops.linear import linear
 from verax.ops.quantized import QuantizedWeight
 
@@ -24,8 +24,7 @@ def _check(x: Any, weights: Any, groups: Any) -> None:
         raise InvalidParameterError(
             f"weights: expected [E, F, D] for x [..., D], got {list(stack)} for {list(np.shape(x))}"
         )
-    if not (hasattr(groups, "dtype") and jnp.issubdtype(groups.dtype, jnp.integer)):
-        raise InvalidParameterError(f"groups: expected an array of integers, got {getattr(groups, 'dtype', groups)}")
+    check_integers(groups=groups)
     try:
         np.broadcast_shapes(inputs[:-1], groups.shape)
     except ValueError:

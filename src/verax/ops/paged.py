@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Float32, Int, Int8
 
 from verax.errors import InvalidParameterError
-from verax.ops._dispatch import Example, bfloat16, check_shapes, float32, int32, operation
+from verax.ops._dispatch import Example, bfloat16, check_integers, check_shapes, float32, int32, operation
 from verax.ops.attention import (
     MASKED,
     ScoreOptions,
@@ -157,6 +157,7 @@ def _check_write(k_cache: Pages, v_cache: Pages, k: Any, v: Any, pages: Any, off
     T, (_, K, _, H) = len(k), k_cache.shape
     check_shapes(v_cache=(v_cache, k_cache.shape), k=(k, (T, K, H)), v=(v, (T, K, H)))
     check_shapes(pages=(pages, (T,)), offsets=(offsets, (T,)))
+    check_integers(pages=pages, offsets=offsets)
 
 
 @operation(check=_check_write)
@@ -218,6 +219,7 @@ def _check(
     if np.ndim(page_table) != 2:
         raise InvalidParameterError(f"page_table: expected shape [B, W], got {list(np.shape(page_table))}")
     check_shapes(query_starts=(query_starts, (B + 1,)))
+    check_integers(page_table=page_table, kv_lengths=kv_lengths, query_starts=query_starts)
     check_heads(N, K, **options)
 
 
@@ -262,6 +264,7 @@ def paged_attention(
     check_scores(window, soft_cap)
     T, N, H = q.shape
     B, W = page_table.shape
+    page_table, kv_lengths, query_starts = PagedBatch.of(k_cache, v_cache, page_table, kv_lengths, query_starts)[2:]
     p = k_cache.shape[2]
     rows = jnp.arange(T)
     owner = jnp.clip(jnp.searchsorted(query_starts, rows, side="right") - 1, 0, B - 1)
@@ -287,6 +290,11 @@ class PagedBatch(NamedTuple):
     kv_lengths: Int[Array, "B"]
     query_starts: Any = None
     """`[B + 1]`; None in a decode step."""
+
+    @classmethod
+    def of(cls, k_cache: Pages, v_cache: Pages, *integers: Int[Array, "..."]) -> PagedBatch:
+        """The arrays of a call, with integers as int32: differences of unsigned ones are not negative."""
+        return cls(k_cache, v_cache, *(x.astype(jnp.int32) for x in integers))
 
 
 @operation(check=_check)
@@ -421,7 +429,7 @@ def _attend_chunks(
 def _paged_decode_attention_chunked(
     q: Float[Array, "B N H"], *paged: Any, **options: Unpack[ScoreOptions]
 ) -> Float[Array, "B N H"]:
-    k_cache, v_cache, page_table, kv_lengths, _ = PagedBatch(*paged)
+    k_cache, v_cache, page_table, kv_lengths, _ = PagedBatch.of(*paged)
     B, N, H = q.shape
     K = k_cache.shape[1]
     G = N // K
@@ -437,7 +445,7 @@ def _paged_decode_attention_chunked(
 def _paged_attention_tiled(
     q: Float[Array, "T N H"], *paged: Any, **options: Unpack[ScoreOptions]
 ) -> Float[Array, "T N H"]:
-    k_cache, v_cache, page_table, kv_lengths, query_starts = PagedBatch(*paged)
+    k_cache, v_cache, page_table, kv_lengths, query_starts = PagedBatch.of(*paged)
     # for each sequence, for each tile of its queries (as many as there are, not as many as fit):
     #     for each chunk of the keys that the tile can see: online softmax
     T, N, H = q.shape

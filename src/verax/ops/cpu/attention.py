@@ -93,8 +93,7 @@ def _accepts_pages(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) 
 def _paged_attention_native(
     q: Float[Array, "T N H"], *paged: Any, **options: Unpack[ScoreOptions]
 ) -> Float[Array, "T N H"]:
-    k_cache, v_cache, page_table, kv_lengths, query_starts = PagedBatch(*paged)
-    integers = (x.astype(jnp.int32) for x in (page_table, kv_lengths, query_starts))
+    k_cache, v_cache, *integers = PagedBatch.of(*paged)
     sinks = library.optional(options.get("sinks"))
     handler, pages = "verax_paged_attention", jax.tree.leaves((k_cache, v_cache))
     if isinstance(k_cache, QuantizedPages):

@@ -139,7 +139,7 @@ def decode_attention(
     **options: Any,
 ) -> Float[Array, "B N H"]:
     """`ops.paged_decode_attention`; with a number of `parts`, and `interpret` as `pallas_call` takes it."""
-    k_cache, v_cache, page_table, kv_lengths, _ = PagedBatch(*paged)
+    k_cache, v_cache, page_table, kv_lengths, _ = PagedBatch.of(*paged)
     (B, N, H), (_, K, p, _) = q.shape, k_cache.shape
     G = N // K
     parts = parts or num_parts(B, K, page_table.shape[1] * p)
@@ -152,8 +152,7 @@ def decode_attention(
         interpret=interpret,
         name="paged_decode_attention",
     )
-    integers = (x.astype(jnp.int32) for x in (page_table, kv_lengths))
-    out, *rest = run(*integers, q.reshape(B, K, G, H), *jax.tree.leaves((k_cache, v_cache)))
+    out, *rest = run(page_table, kv_lengths, q.reshape(B, K, G, H), *jax.tree.leaves((k_cache, v_cache)))
     if rest:
         highest, sums = rest
         shares = jnp.exp(highest - highest.max(2, keepdims=True))
@@ -194,7 +193,7 @@ def ragged_attention(
     q: Float[Array, "T N H"], *paged: Any, scale: float | None = None, interpret: bool = False, **options: Any
 ) -> Float[Array, "T N H"]:
     """`ops.paged_attention`; with `interpret` as `pallas_call` takes it."""
-    k_cache, v_cache, page_table, kv_lengths, query_starts = PagedBatch(*paged)
+    k_cache, v_cache, page_table, kv_lengths, query_starts = PagedBatch.of(*paged)
     (T, N, H), K = q.shape, k_cache.shape[1]
     tile = TILE // (N // K)
     _, tile_at = split_queries(query_starts, tile)

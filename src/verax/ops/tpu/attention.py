@@ -190,11 +190,10 @@ def decode_attention(
     q: Float[Array, "B N H"], *paged: Any, scale: float | None = None, **options: Any
 ) -> Float[Array, "B N H"]:
     """`ops.paged_decode_attention`; with the options of `_attend`."""
-    k_cache, v_cache, page_table, kv_lengths, _ = PagedBatch(*paged)
+    k_cache, v_cache, page_table, kv_lengths, _ = PagedBatch.of(*paged)
     B, N, H = q.shape
     queries = group_queries(q, k_cache.shape[1], scale).astype(operand_dtype(k_cache))
-    lengths = kv_lengths.astype(jnp.int32)
-    tiles = _Tiles(jnp.arange(B, dtype=jnp.int32), lengths - 1, jnp.minimum(lengths, 1))
+    tiles = _Tiles(jnp.arange(B, dtype=jnp.int32), kv_lengths - 1, jnp.minimum(kv_lengths, 1))
     return _attend(queries, k_cache, v_cache, page_table, tiles, group=N // k_cache.shape[1], **options).reshape(
         B, N, H
     )
@@ -205,7 +204,7 @@ def ragged_attention(
     q: Float[Array, "T N H"], *paged: Any, scale: float | None = None, **options: Any
 ) -> Float[Array, "T N H"]:
     """`ops.paged_attention`; with the options of `_attend`."""
-    k_cache, v_cache, page_table, kv_lengths, query_starts = PagedBatch(*paged)
+    k_cache, v_cache, page_table, kv_lengths, query_starts = PagedBatch.of(*paged)
     (T, N, H), K, B = q.shape, k_cache.shape[1], kv_lengths.size
     G = N // K
     tile = TILE // G
@@ -244,7 +243,7 @@ def _attend(
     """
     (n, K, R, H), p, W = queries.shape, k_cache.shape[2], page_table.shape[1]
     pages = pages or min(pages_of_chunk(k_cache), pl.cdiv(W * p, LANES) * max(1, LANES // p))
-    table = jnp.pad(page_table, ((0, 0), (0, -W % pages))).astype(jnp.int32)
+    table = jnp.pad(page_table, ((0, 0), (0, -W % pages)))
     work = _list_work(tiles, table.shape[1] // pages, pages * p, window)
     packed = SUBLANES * (4 // queries.dtype.itemsize)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, -R % packed), (0, 0)))
