@@ -180,6 +180,9 @@ def test_slots_need_the_states_that_lie_in_them():
         run("reference", "gated_delta_rule", given, slots, mode="step")
     with pytest.raises(InvalidParameterError, match=r"slots: expected shape \[2\], got \[3\]"):
         run("reference", "gated_delta_rule", given, in_slots([3, 1, 0], [False] * 3))
+    x, before = jnp.ones((2, 1, 6)), jnp.zeros((SLOTS, 3, 6))
+    with pytest.raises(InvalidParameterError, match=r"slots\.fresh: expected shape \[2\], got \[1\]"):
+        ops.short_convolution(x, jnp.ones((6, 1, 4)), initial_state=before, slots=in_slots([3, 1], [True]))
     with pytest.raises(InvalidParameterError, match="slots: expected none"):
         ops.delta.sequence_parallel(ops.gated_delta_rule, "sequence")(given["q"], given["k"], given["v"], slots=slots)
 

@@ -33,6 +33,23 @@ def test_codes_without_a_sign_are_refused(unsigned):
         ops.QuantizedWeight.from_integers(scales=jnp.ones((16, 1)), bits=8, group_size=32, **arrays)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scales": jnp.ones((16, 1))},
+        {"scales": jnp.ones((16, 2), jnp.bfloat16)},
+        {"zeros": jnp.zeros((16, 1), jnp.int8)},
+        {"order": jnp.arange(32)},
+    ],
+    ids=lambda wrong: "".join(wrong),
+)
+def test_scales_zeros_and_orders_that_do_not_fit_are_refused(wrong):
+    arrays = {"integers": jnp.zeros((16, 64), jnp.int8), "scales": jnp.ones((16, 2)), "bits": 8, "group_size": 32}
+    with pytest.raises(InvalidParameterError, match=f"^{next(iter(wrong))}: expected"):
+        ops.QuantizedWeight.from_integers(**arrays | wrong)
+
+
 def test_packing_is_undone_for_every_value_and_a_last_block_that_is_not_full():
     integers = jnp.asarray(np.random.default_rng(0).integers(-8, 8, (37, 160)), jnp.int8)
     scales = gaussian(37, 5).astype(jnp.float16)

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Int, Int8, Integer
 
 from verax.errors import InvalidParameterError
+from verax.ops._dispatch import check_shapes
 
 BITS = (8, 4)
 FLOAT8 = jnp.float8_e4m3fn
@@ -102,10 +103,15 @@ class QuantizedWeight:
             order: number of the input that each column multiplies.
 
         Raises:
-            InvalidParameterError: for other bits or groups, if the groups do not divide D, or for unsigned integers.
+            InvalidParameterError: for other bits or groups, if the groups do not divide D, for arrays of other shapes,
+                scales of another dtype, or unsigned integers.
         """
         F, D = integers.shape
         _check(D, bits, group_size)
+        groups = (F, 1 if group_size is None else D // group_size)
+        check_shapes(scales=(scales, groups), zeros=(zeros, groups), order=(order, (D,)))
+        if scales.dtype not in (jnp.float32, jnp.float16):
+            raise InvalidParameterError(f"scales: expected float32 or float16, got {scales.dtype}")
         for name, array in (("integers", integers), ("zeros", zeros)):
             if array is not None and jnp.issubdtype(array.dtype, jnp.unsignedinteger):
                 raise InvalidParameterError(

@@ -45,7 +45,7 @@ def short_convolution(
     if slots is not None:
         if initial_state is None:
             raise InvalidParameterError("slots: expected initial_state with them, the states of all slots")
-        slots = slots.ready()
+        slots = slots.ready(N)
         before = slots.load(initial_state)
         out, after = short_convolution.reference(x, weight, initial_state=before, cu_seqlens=cu_seqlens)
         return out, slots.store(initial_state, after)

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from verax.errors import InvalidParameterError
+from verax.ops._dispatch import check_integers, check_shapes
 
 L2_EPSILON = 1e-6
 """Under the root of a key's squared norm, as in flash-linear-attention and transformers."""
@@ -101,10 +102,17 @@ class StateSlots(NamedTuple):
     fresh: Bool[Array, "N"]
     """True for a sequence that starts from zeros, whatever the last owner left in its slot."""
 
-    def ready(self) -> StateSlots:
-        """Slots as arrays, int32 and bool, in which every row of padding has a number past the last slot."""
-        slot = jnp.asarray(self.slot).astype(jnp.int32)
-        return StateSlots(jnp.where(slot < 0, np.iinfo(np.int32).max, slot), jnp.asarray(self.fresh, bool))
+    def ready(self, sequences: int) -> StateSlots:
+        """Slots as arrays, int32 and bool, in which every row of padding has a number past the last slot.
+
+        Raises:
+            InvalidParameterError: for slots that are not integers, or not one for each of the sequences.
+        """
+        slot, fresh = jnp.asarray(self.slot), jnp.asarray(self.fresh, bool)
+        check_shapes(**{"slots": (slot, (sequences,)), "slots.fresh": (fresh, (sequences,))})
+        check_integers(slots=slot)
+        slot = slot.astype(jnp.int32)
+        return StateSlots(jnp.where(slot < 0, np.iinfo(np.int32).max, slot), fresh)
 
     def load(self, states: Float[Array, "S *D"]) -> Float[Array, "N *D"]:
         """States of the sequences, `[N, ...]`, out of the states of all slots, `[S, ...]`."""

@@ -248,14 +248,13 @@ def _run(
     N = B if offsets is None else offsets.shape[0] - 1
     if slots is not None and (initial_state is None or mode != "auto"):
         raise InvalidParameterError("slots: expected initial_state with them, the states of all slots, and mode auto")
-    slots = None if slots is None else slots.ready()
+    slots = None if slots is None else slots.ready(N)
     states = N if slots is None or initial_state is None else initial_state.shape[0]
     check_shapes(
         k=(k, q.shape),
         v=(v, (B, T, HV, V)),
         beta=(beta, (B, T, HV)),
         initial_state=(initial_state, (states, HV, K, V)),
-        **{} if slots is None else {"slots": (slots.slot, (N,)), "slots.fresh": (slots.fresh, (N,))},
     )
     if mode not in ("auto", *IMPLEMENTATIONS):
         raise InvalidParameterError(f"mode: expected auto, {', '.join(IMPLEMENTATIONS)}, got {mode!r}")
