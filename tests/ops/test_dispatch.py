@@ -242,6 +242,14 @@ CALLS = {
 }
 """Calls whose implementations make arrays of their own."""
 
+WITHOUT_NUMBERS = {
+    "linear": (ones(40, 0), ones(48, 0)),
+    "grouped_linear": (ones(40, 0), ones(1, 48, 0), jnp.zeros(40, jnp.int32)),
+    "paged_attention": (ones(3, 2, 8), *PAGED[:2], jnp.zeros((0, 2), int), jnp.zeros(0, int), jnp.zeros(1, int)),
+    "paged_decode_attention": (ones(0, 2, 8), *PAGED[:2], jnp.zeros((0, 2), int), jnp.zeros(0, int)),
+}
+"""Calls whose results are zeros, or of no sequence."""
+
 BLOCKS = ops.BlockQuantizedWeight.from_blocks("Q8_0", np.zeros((48, 68), np.uint8))
 
 OTHER_CALLS = {
@@ -275,6 +283,13 @@ def taking(operation, given):
     return [one for one in chosen if one.runs_on(ops.target()) and one.available() and one.accepts(*given)]
 
 
+@pytest.mark.parametrize("name", WITHOUT_NUMBERS)
+def test_sums_of_nothing_are_zeros_in_every_implementation(name):
+    given = WITHOUT_NUMBERS[name]
+    for implementation in taking(ops.operations()[name], given):
+        assert not np.asarray(implementation(*given)).any()
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["paged_attention", "paged_decode_attention"])
 def test_pages_and_lengths_may_be_small_integers_without_a_sign(name):
@@ -286,6 +301,14 @@ def test_pages_and_lengths_may_be_small_integers_without_a_sign(name):
     expected = operation.reference(q, cache, cache, *plain)
     for implementation in taking(operation, (q, cache, cache, *small)):
         np.testing.assert_allclose(implementation(q, cache, cache, *small), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ["grouped_linear", "write_pages"])
+def test_every_implementation_takes_arrays_of_numpy(name):
+    given = (CALLS | OTHER_CALLS)[name]
+    for implementation in taking(ops.operations()[name], given):
+        jax.tree.map(np.testing.assert_array_equal, implementation(*map(np.asarray, given)), implementation(*given))
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -295,6 +295,20 @@ def test_sizes_of_chunks_and_intervals_are_whole_numbers(unchecked, size):
         ops.hierarchical_gated_delta_rule(*arguments, coupling_interval=size)
 
 
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"T": 0}])
+def test_batches_of_no_sequences_or_tokens_have_states(sizes):
+    x = inputs(**sizes)
+    programs = [
+        *(published_program("hierarchical", by) for by in ("reference", "factored")),
+        *(published_program("local", by, output_final_state=True) for by in ("reference", "factored")),
+        *(partial(gated, interval=interval) for interval in (1, 16)),
+    ]
+    for program in programs:
+        out, states = jax.eval_shape(program, x)
+        assert out.shape == x["v"].shape
+        assert jax.tree.leaves(states)[0].shape[0] == len(x["q"])
+
+
 def test_nan_in_padding_reaches_no_gated_state():
     x, lengths = inputs(), np.array([40, 17])
     out, state = gated(x, lengths)

@@ -125,6 +125,15 @@ def test_single_rows_are_those_of_the_whole_weight(bits, group, zeros, order):
     np.testing.assert_array_equal(jax.jit(lambda w: w.rows(chosen))(weight), weight.dequantize()[chosen])
 
 
+def test_no_rows_are_taken_of_a_table():
+    table, none = jax.ShapeDtypeStruct((48, 128), jnp.float32), jax.ShapeDtypeStruct((2, 0), jnp.int32)
+    quantised = [jax.eval_shape(lambda w, scheme=scheme: ops.quantize(w, *scheme), table) for scheme in SCHEMES]
+    blocks = [ops.BlockQuantizedWeight.shapes(kind, 48, 128) for kind in ops.BLOCK_KINDS]
+    for weight in (*quantised, *blocks, jax.eval_shape(ops.PackedWeight.from_weight, table)):
+        rows = jax.eval_shape(lambda weight, none: weight.rows(none), weight, none)
+        assert (rows.shape, rows.dtype) == ((2, 0, 128), jnp.float32)
+
+
 def test_products_of_one_input_with_weights_in_several_orders():
     (a, exact_a), (b, exact_b) = random_weight(4, True, True), random_weight(4, False, False)
     x = gaussian(3, 192)

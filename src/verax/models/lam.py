@@ -240,7 +240,8 @@ class EnhancedHierarchicalDeltaNet(nnx.Module):
         """Queries, keys and values `[B, T, H, K]` after the convolutions, from `[B, T + 3, 3 D]`."""
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         pieces = (conv(piece) for conv, piece in zip(convs, jnp.split(qkv, 3, axis=-1), strict=True))
-        return [piece.reshape(*piece.shape[:2], self.config.num_attention_heads, -1) for piece in pieces]
+        heads = self.config.num_attention_heads
+        return [piece.reshape(*piece.shape[:2], heads, piece.shape[2] // heads) for piece in pieces]
 
     def token_gates(self, x: Float[Array, "B T D"]) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
         """Betas, logits of the decays (fast, slow), and output gates (fast, slow), `[B, T, H]` each."""

@@ -7,6 +7,7 @@ scales (and minimums) of the groups, times float16 factors of the super-block.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -238,12 +239,13 @@ class BlockQuantizedWeight:
         values = scale[..., None] * (values - form.offset)
         if form.minimums:
             values += minimum[..., None]
-        return values.reshape(*words.shape[:-2], -1)[..., : self.size_in]
+        return values.reshape(*words.shape[:-2], words.shape[-2] * form.unit)[..., : self.size_in]
 
 
 def _pieces(words: UInt32[Array, "*B n"], dtype: DTypeLike) -> Array:
     """Numbers of `dtype` in words, the lowest bits first: `[*B, n * 32 / bits]`."""
-    return jax.lax.bitcast_convert_type(words, dtype).reshape(*words.shape[:-1], -1)
+    pieces = jax.lax.bitcast_convert_type(words, dtype)
+    return pieces.reshape(*words.shape[:-1], math.prod(pieces.shape[words.ndim - 1 :]))
 
 
 def _codes(form: BlockKind, codes: UInt32[Array, "*B c"], further: UInt32[Array, "*B f"]) -> Int[Array, "*B unit"]:

@@ -69,7 +69,7 @@ def flat_rows(x: Float[Array, "*#B D"], groups: Int[Array, "*#B"]) -> tuple[Floa
     """Rows and their groups, one after the other."""
     leading = jnp.broadcast_shapes(x.shape[:-1], groups.shape)
     rows = jnp.broadcast_to(x, (*leading, x.shape[-1]))
-    return rows.reshape(-1, x.shape[-1]), jnp.broadcast_to(groups, leading).reshape(-1)
+    return rows.reshape(math.prod(leading), x.shape[-1]), jnp.broadcast_to(groups, leading).reshape(-1)
 
 
 def _is_array(x: Any, weights: Any, groups: Any) -> bool:
@@ -107,6 +107,6 @@ def _grouped_linear_gathered(
 ) -> Float[Array, "*B F"]:
     # Few rows: only the matrices of their groups are read.
     rows, of = flat_rows(x, groups)
-    y = jax.vmap(linear.reference)(rows, jax.tree.map(lambda part: part.at[of].get(mode="clip"), weights))
+    y = jax.vmap(linear.reference)(rows, jax.tree.map(lambda part: jnp.asarray(part).at[of].get(mode="clip"), weights))
     y = jnp.where(((of >= 0) & (of < weights.shape[0]))[:, None], y, 0.0)
     return y.reshape(*jnp.broadcast_shapes(x.shape[:-1], groups.shape), weights.shape[1])

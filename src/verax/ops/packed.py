@@ -109,7 +109,7 @@ class PackedWeight:
     def rows(self, indices: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """Single rows in float32: embeddings out of a table that is an output head as well."""
         cells = self.cells[indices // PANEL_ROWS, :, indices % PANEL_ROWS]
-        rows = cells.reshape(*indices.shape, -1).astype(jnp.float32)
+        rows = cells.reshape(*indices.shape, self.size_in).astype(jnp.float32)
         if self.rounds_inputs:
             rows -= OFFSET
         return rows if self.scales is None else rows * self.scales[indices][..., None]

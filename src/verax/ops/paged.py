@@ -9,6 +9,7 @@ softmax weights.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
 from collections.abc import Callable
@@ -143,7 +144,7 @@ def gather_scales(cache: QuantizedPages, pages: Int[Array, "*B W"]) -> Float32[A
 def _in_order(cache: Array, pages: Int[Array, "*B W"]) -> Array:
     """`[*B K s n]` of `[P K p n]`."""
     taken = jnp.moveaxis(cache[pages], -3, -4)
-    return taken.reshape(*taken.shape[:-3], -1, taken.shape[-1])
+    return taken.reshape(*taken.shape[:-3], pages.shape[-1] * cache.shape[2], taken.shape[-1])
 
 
 KV_CHUNK = 128
@@ -185,7 +186,7 @@ def _written(cache: Pages, x: Float[Array, "T K H"], places: tuple[Any, ...]) ->
 
 
 def _set(array: Array, places: tuple[Any, ...], values: Array) -> Array:
-    return array.at[places].set(values, mode="drop", wrap_negative_indices=False)
+    return jnp.asarray(array).at[places].set(values, mode="drop", wrap_negative_indices=False)
 
 
 # XLA:TPU scatters many tokens into a copy of all pages whose heads follow the offsets, and copies that back: 1.1 GB
@@ -264,6 +265,8 @@ def paged_attention(
     check_scores(window, soft_cap)
     T, N, H = q.shape
     B, W = page_table.shape
+    if T * B * W == 0:
+        return jnp.zeros((T, N, H), jnp.float32)
     page_table, kv_lengths, query_starts = PagedBatch.of(k_cache, v_cache, page_table, kv_lengths, query_starts)[2:]
     p = k_cache.shape[2]
     rows = jnp.arange(T)
@@ -425,7 +428,11 @@ def _attend_chunks(
     return out / jnp.where(total > 0, total, 1.0)[..., None]
 
 
-@paged_decode_attention.implementation("chunked")
+def _has_keys(q: Any, k_cache: Any, v_cache: Any, page_table: Any, *_: Any, **__: Any) -> bool:
+    return q.shape[0] * math.prod(page_table.shape) > 0
+
+
+@paged_decode_attention.implementation("chunked", accepts=_has_keys)
 def _paged_decode_attention_chunked(
     q: Float[Array, "B N H"], *paged: Any, **options: Unpack[ScoreOptions]
 ) -> Float[Array, "B N H"]:
@@ -441,7 +448,7 @@ def _paged_decode_attention_chunked(
     return out[:, :, :G].reshape(B, N, H)
 
 
-@paged_attention.implementation("tiled")
+@paged_attention.implementation("tiled", accepts=_has_keys)
 def _paged_attention_tiled(
     q: Float[Array, "T N H"], *paged: Any, **options: Unpack[ScoreOptions]
 ) -> Float[Array, "T N H"]:

@@ -194,9 +194,9 @@ class QuantizedWeight:
             take = lambda array: jnp.asarray(array)[indices // INT4_ROWS, :, indices % INT4_ROWS]
             words = take(self.values.reshape(*self.values.shape[:-1], INT4_ROWS, 2))
             codes = words[..., None, :] >> jnp.arange(0, 16, 4, dtype=jnp.uint16)[:, None] & 15
-            values = codes.reshape(*indices.shape, -1).astype(jnp.int8) - 8
+            values = codes.reshape(*indices.shape, self.size_in).astype(jnp.int8) - 8
         scales = take(self.scales).astype(jnp.float32)[..., None]
-        grouped = values.astype(jnp.float32).reshape(*scales.shape[:-1], -1)
+        grouped = values.astype(jnp.float32).reshape(*scales.shape[:-1], self.group_size or self.size_in)
         if self.zeros is not None:
             grouped -= take(self.zeros).astype(jnp.float32)[..., None]
         rows = (grouped * scales).reshape(values.shape)

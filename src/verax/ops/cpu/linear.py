@@ -222,7 +222,8 @@ def _gemm_kind(weight: Any) -> str | None:
 
 def takes(weight: Any) -> bool:
     """True if the kernel takes a weight of this shape."""
-    return weight.shape[0] % COLUMN_STEP == 0 and weight.shape[1] % DEPTH_STEP == 0
+    F, D = weight.shape
+    return F % COLUMN_STEP == 0 and D % DEPTH_STEP == 0 and D > 0
 
 
 def _product(
@@ -275,7 +276,7 @@ def _linear_native_integers(
 def _accepts_grouped(x: Any, weights: Any, groups: Any) -> bool:
     if isinstance(weights, QuantizedWeight):
         return weights.zeros is None and weights.order is None and not weights.rounds_inputs
-    return weights.dtype in (jnp.float32, jnp.bfloat16)
+    return weights.dtype in (jnp.float32, jnp.bfloat16) and x.shape[-1] > 0
 
 
 def _accepts_many(x: Any, weights: Any, groups: Any) -> bool:

@@ -100,7 +100,7 @@ def _store_tile(out: Any, at: Any, values: Array) -> None:
 
 def _accepts_several(x: Any, weights: Sequence[Any], biases: Any = None, dtypes: Any = None) -> bool:
     plain = all(isinstance(weight, jax.Array | jax.ShapeDtypeStruct) for weight in weights)
-    few = 0 < math.prod(x.shape[:-1]) <= ROWS
+    few = x.size > 0 and math.prod(x.shape[:-1]) <= ROWS
     unbiased = biases is None or all(bias is None for bias in biases)
     halves = plain and all(weight.dtype in (jnp.bfloat16, jnp.float16) for weight in weights)
     alike = plain and len({weight.dtype for weight in weights}) == 1

@@ -209,7 +209,7 @@ class _Layout(NamedTuple):
     def from_intervals(self, x: Array) -> Array:
         """`[n, B, C, ...]` to `[B, T, ...]`."""
         x = jnp.moveaxis(x, 0, 1)
-        x = x.reshape(x.shape[0], -1, *x.shape[3:])
+        x = x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
         if self.offset is not None:
             x = _rolled(x, self.offset)
         return x[:, : self.tokens]

@@ -158,7 +158,7 @@ def tokens_by_chunk(x: Float[Array, "B T H *D"], size: int) -> Float[Array, "B n
 def joined(x: Float[Array, "B n H C V"]) -> Float[Array, "B T H V"]:
     """Chunks back to tokens."""
     x = jnp.moveaxis(x, 2, 3)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
 
 
 def normalized(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:

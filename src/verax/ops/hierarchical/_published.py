@@ -166,7 +166,7 @@ def slow_state(
         return keep[..., None, None] * state + product, None
 
     steps = (jnp.moveaxis(keep, 1, 0), jnp.moveaxis(product, 1, 0))
-    return unit(lax.scan(chunk, jnp.zeros_like(product[:, 0]), steps)[0])
+    return unit(lax.scan(chunk, jnp.zeros_like(product.sum(1)), steps)[0])
 
 
 def orthogonality_loss(states: Pair) -> Float[Array, ""]:
@@ -268,7 +268,7 @@ def walk(x: Within, decays: Pair, flux: ResonanceFlux) -> tuple[Float[Array, "B 
         fast, slow = (s + new - matmul(erased, r) for s, r in zip(states, units, strict=True))
         return mixed(fast, slow, psi), jnp.stack(units, axis=2)
 
-    zero = jnp.zeros_like(x.product[:, 0, ..., :V])
+    zero = jnp.zeros_like(x.product[..., :V].sum(1))
     states, units = lax.scan(chunk, (zero, zero), tuple(jnp.moveaxis(a, 1, 0) for a in (x.product, psi, *keep)))
     return jnp.moveaxis(units, 0, 1), states
 
