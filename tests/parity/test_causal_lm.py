@@ -153,7 +153,7 @@ FAMILIES = {
     "ministral": Family("Ministral", {**HEADS, "sliding_window": 16, "layer_types": [SLIDING, GLOBAL]}),
     "ministral3": Family("Ministral3", {**HEADS, **TIED, "rope_parameters": GROWING_ROPE}),
     "ministral3-windows": Family("Ministral3", {"head_dim": 40, "sliding_window": 16}),
-    "gemma3": Family("Gemma3Text", {**GEMMA, "layer_types": GEMMA_LAYERS}, "Gemma3"),
+    "gemma3": Family("Gemma3Text", {**GEMMA, "layer_types": GEMMA_LAYERS, "attn_logit_softcapping": 2.0}, "Gemma3"),
     "gemma3-long": Family(
         "Gemma3Text", {**GEMMA, "layer_types": GEMMA_LAYERS[::-1], "rope_parameters": LONG_ROPE}, "Gemma3"
     ),

@@ -51,6 +51,7 @@ class Gemma3Config(Qwen3Config):
     query_pre_attn_scalar: Positive
     """Scores are q . k divided by its square root."""
     attn_logit_softcapping: Positive | None = None
+    """Cap of the scores; of Gemma 2 alone: Gemma 3's files have the key too, which its code does not apply."""
     final_logit_softcapping: Positive | None = None
 
     zero_centered_norms: ClassVar[bool] = True
@@ -69,11 +70,12 @@ class Gemma3Config(Qwen3Config):
         fields = decoder_fields(text, rotary, GELU)
         pattern = read_value(text, "sliding_window_pattern", Size)  # of a file that lists no layers
         kinds = [SLIDING if (i + 1) % pattern else FULL for i in range(fields["num_hidden_layers"])]
+        names = ("query_pre_attn_scalar", "final_logit_softcapping")
         return cls(
             **fields,
             windows=layer_windows(text, read_value(text, "sliding_window", Size, None), kinds),
             local_rotary=None if gemma2 else rotary_of_kind(text, SLIDING, "rope_local_base_freq"),
-            **read_fields(text, cls, ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")),
+            **read_fields(text, cls, (*names, "attn_logit_softcapping") if gemma2 else names),
         )
 
     @property
