@@ -192,7 +192,12 @@ def _windows(config: Mapping[str, Any], depth: int) -> tuple[int | None, ...]:
     else:
         sliding = [i >= border for i in range(depth)]
     kinds = [SLIDING if window is not None and slides else FULL for slides in sliding]
-    return layer_windows(config, window, kinds, {FULL} if family == "llama" else {FULL, SLIDING})
+    known = {FULL, SLIDING}
+    if family in ("mistral", "qwen3_moe"):  # whose classes do not read layer_types
+        known = {*kinds}
+    elif family in ("llama", "eurobert", "qwen3_vl", "qwen3_vl_text"):  # whose classes have no windows
+        known = {FULL}
+    return layer_windows(config, window, kinds, known)
 
 
 def layer_windows(
