@@ -1,5 +1,8 @@
 """Wrong usage of each command: one line that names what is wrong, before anything is loaded or written."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
@@ -33,6 +36,8 @@ WRONG = [
     (("generate", "abc", "--file", "x"), 2, "not both"),
     (("generate", ""), 2, "prompt 1: it is empty"),
     (("generate", "--file", "bytes"), 2, "not UTF-8 text"),
+    (("generate", "--file", "nowhere.txt"), 2, "nowhere.txt: no such file"),
+    (("generate", "--file", "."), 2, ".: is a directory"),
     (("generate",), 2, "standard input: it is empty"),
     (("embed", *NOWHERE, "--output", "vectors.txt", "a"), 2, "expected a name that ends in .npy or .jsonl"),
     (("embed", *NOWHERE, "--output", "no/such/out.npy", "a"), 2, "there is no folder no/such"),
@@ -147,3 +152,23 @@ def test_wrong_usage_is_one_line_and_writes_nothing(run, tmp_path, monkeypatch, 
     assert done.err.startswith("verax: error: ")
     assert done.err.count("\n") == 1
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("arguments", [("generate",), ("embed",), ("rerank", "a cat", "-m", "no/such/model")])
+def test_no_text_at_a_terminal_is_wrong_usage(run, arguments):
+    done = run(*arguments, terminal=True, stdin="typed\n")
+    assert done.status == 2
+    assert "give one as an argument" in done.err
+
+
+@pytest.mark.parametrize(("command", "stdin"), [(("generate", "--file", "-"), "a text\n"), (("embed", "-f", "-"), "a")])
+def test_a_dash_in_the_place_of_a_file_is_standard_input(run, command, stdin):
+    assert run(*command, *NOWHERE, stdin=stdin).err.startswith("verax: error: no/such/model: no such folder")
+
+
+def test_lines_come_from_a_pipe_with_a_name(run, tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # bash's <(...) is one
+    with ThreadPoolExecutor() as pool:
+        written = pool.submit((tmp_path / "pipe").write_text, "a text\n")
+        assert "no/such/model: no such folder" in run("generate", *NOWHERE, "--file", tmp_path / "pipe").err
+        written.result()

@@ -12,7 +12,7 @@ import typer
 from verax.batch.lines import is_parquet, lines_path
 from verax.batch.results import ResultFile
 from verax.cli import options
-from verax.cli.files import AGAIN, check_input, counted, line_bar, open_results
+from verax.cli.files import AGAIN, PIPE, check_input, counted, line_bar, open_results
 from verax.cli.options import Flags
 from verax.cli.serve import Models, ModelsFlags
 from verax.serve.http.settings import ServerSettings
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from verax.batch.requests import AnswerLine, BatchServer
     from verax.batch.results import LineCounts
     from verax.batch.run import BatchRun
-
-_PIPE = Path("-")
-"""Name of standard input and standard output."""
 
 SETTINGS = ("any_model_name", "max_embedding_inputs", "embedding_batch_size", "shutdown_timeout")
 """Settings of the server that matter without HTTP."""
@@ -74,7 +71,7 @@ def batch(
         # Both files before minutes of loading.
         requests, size = _input(input, output)
         answers = _output(output, retry_errors=retry_errors)
-        if output != _PIPE:
+        if output != PIPE:
             stack.callback(answers.file.close)
         failed_before = answers.num_failed
         if served.on_ray:
@@ -90,7 +87,7 @@ def batch(
                 requests,
                 answers,
                 max_in_flight=max_in_flight or 2 * max_num_seqs,
-                clips=None if output == _PIPE else output.with_suffix(".clips").absolute(),
+                clips=None if output == PIPE else output.with_suffix(".clips").absolute(),
                 shutdown_timeout=checked.shutdown_timeout,
                 report=show,
             )
@@ -101,14 +98,14 @@ def batch(
             write_answers(lines_path(output), output)
     sys.stderr.write(f"{_summary(counts, failed_before)}\n")
     if not run.complete:
-        sys.stderr.write(f"stopped before the end{'' if _PIPE in (input, output) else AGAIN}\n")
+        sys.stderr.write(f"stopped before the end{'' if PIPE in (input, output) else AGAIN}\n")
     if status := _status(run, failed_before):
         raise typer.Exit(status)
 
 
 def _input(path: Path, output: Path) -> tuple[BinaryIO | ParquetLines, int | None]:
     """The requests, which their reader closes, and their size in bytes, if it is known."""
-    if path == _PIPE:
+    if path == PIPE:
         # Not sys.stdin, whose lock the interpreter takes at its end, while a thread may still read.
         return open(0, "rb", closefd=False), None
     check_input(path, output, "--input")
@@ -122,7 +119,7 @@ def _input(path: Path, output: Path) -> tuple[BinaryIO | ParquetLines, int | Non
 def _output(path: Path, *, retry_errors: bool) -> ResultFile[AnswerLine]:
     from verax.batch.requests import AnswerLine
 
-    if path != _PIPE:
+    if path != PIPE:
         return open_results(path, AnswerLine, retry_errors=retry_errors)
     if retry_errors:
         raise typer.BadParameter("--retry-errors: it needs a file of answers, not standard output")

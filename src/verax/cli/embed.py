@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def embed(
     sentences: Annotated[list[str] | None, typer.Argument(help="Sentences; standard input if left out.")] = None,
     model: options.Model = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with one sentence a line.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="A file with one sentence a line; - for stdin.")
+    ] = None,
     field: Annotated[
         str | None, typer.Option(help="Lines are JSON objects: the sentence is in this field of each.")
     ] = None,
@@ -166,8 +168,6 @@ def _records(sentences: list[str] | None, file: Path | None, field: str | None) 
         raise typer.BadParameter("give sentences or --file, not both")
     if sentences and field:
         raise typer.BadParameter("--field: it is for lines of a file or standard input")
-    if not sentences and file is None and sys.stdin.isatty():
-        raise typer.BadParameter('no sentence: give one as an argument, as in verax embed "A cat is asleep."')
     # Blank lines are kept: a vector's number is its line's.
     lines = checked(sentences, "sentence") if sentences else read_lines(file, "sentence", keep_blank=True)
     if field is None:
@@ -238,7 +238,9 @@ def rerank(
     ] = None,
     *,
     model: Annotated[str, typer.Option("--model", "-m", help="A checkpoint folder or hub id of a reranker.")],
-    file: Annotated[Path | None, typer.Option("--documents", "-d", help="A file with one document a line.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--documents", "-d", help="A file with one document a line; - for stdin.")
+    ] = None,
     top_k: Annotated[
         int | None, typer.Option("--top-k", "-k", help="Only this many of the best documents.", min=1)
     ] = None,

@@ -20,18 +20,25 @@ if TYPE_CHECKING:
     from verax.batch.results import LineCounts
 
 
+PIPE = Path("-")
+"""Name of standard input and standard output."""
+
+
 def read_lines(file: Path | None = None, what: str = "prompt", *, keep_blank: bool = False) -> list[str]:
     """Lines of a file, or of standard input: all lines if `keep_blank`, otherwise the lines that are not blank.
 
-    `what` is a word for one line, in errors.
+    `file`: a pipe such as bash's `<(...)` too; `-` is standard input. `what`: a word for one line, in errors.
     """
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):  # nobody would know what it waits for
+        raise typer.BadParameter(f"no {what}: give one as an argument, in a file, or through a pipe")
+    file = None if file == PIPE else file
     source = "standard input" if file is None else str(file)
-    if file is not None and not file.is_file():
-        raise typer.BadParameter(f"{source}: no such file")
     try:
         text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{source}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        raise typer.BadParameter(f"{source}: {(error.strerror or str(error)).lower()}") from error
     # Not splitlines, which also splits at characters that may be part of a text (U+2028 in JSON, for example).
     lines = text.removeprefix("\ufeff").removesuffix("\n").split("\n")
     filled = [line for line in lines if line.strip()]

@@ -30,7 +30,9 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Texts to complete; standard input if left out.")] = None,
     model: options.Model = None,
     lora: options.Lora = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with one prompt a line.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="A file with one prompt a line; - for stdin.")
+    ] = None,
     *,
     sampling: Annotated[dict[str, Any], options.sampling_flags("n", "logprobs", max_tokens=256)],
     json_schema: Annotated[
@@ -133,8 +135,6 @@ def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
         raise typer.BadParameter("give prompts or --file, not both")
     if prompts:
         return checked(prompts)
-    if file is None and sys.stdin.isatty():
-        raise typer.BadParameter('no prompt: give one as an argument, as in verax generate "Once upon a time"')
     return read_lines(file)
 
 
