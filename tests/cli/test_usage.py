@@ -172,3 +172,21 @@ def test_lines_come_from_a_pipe_with_a_name(run, tmp_path):
         written = pool.submit((tmp_path / "pipe").write_text, "a text\n")
         assert "no/such/model: no such folder" in run("generate", *NOWHERE, "--file", tmp_path / "pipe").err
         written.result()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("embed", "a cat", *NOWHERE, "-o", "vectors.npy"),
+        ("embed", *NOWHERE, "--batch", "in.txt", "-o", "vectors.jsonl"),
+        ("compile", "no/such/model", "-o", "programs"),
+        ("quantize", "x", "--model", "MODEL"),
+    ],
+)
+def test_a_place_that_cannot_be_written_to_is_refused_before_the_work(run, tmp_path, monkeypatch, places, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.txt").write_text("a cat")
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # as of a disk that is mounted to be read
+    done = run(*(places.get(argument, argument) for argument in command))
+    assert done.status == 2
+    assert "cannot be written to" in done.err

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from verax.cli import options
+from verax.cli.files import check_folder
 from verax.cli.options import Flags
 from verax.text.engine.engine_config import EngineConfig
 
@@ -44,6 +45,7 @@ def compile(
     from verax.text.step.program import check_replaceable
 
     check_replaceable(output)  # before minutes of compiling
+    check_folder(output)
     if device is not None:
         _check_device(device)
     llm = LLM(model, skip_tokenizer_init=True, **loading, **engine)

@@ -73,10 +73,16 @@ def check_input(path: Path, output: Path, option: str) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Check that a file of results can be written."""
-    if not path.parent.is_dir() or path.is_dir():
-        problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise typer.BadParameter(f"--output: {path}: {problem}")
+    """Check that a file of results can be written, to a new one next to it that is then renamed."""
+    if path.is_dir():
+        problem = "it is a folder"
+    elif not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        problem = f"the folder {path.parent.absolute()} cannot be written to"
+    else:
+        return
+    raise typer.BadParameter(f"--output: {path}: {problem}")
 
 
 def check_folder(path: Path) -> None:
@@ -95,7 +101,8 @@ def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile
     """
     if is_parquet(path):
         require_optional("pyarrow")
-    check_output(path)
+    if not path.is_file():  # lines are appended to a file that exists, wherever it is
+        check_output(path)
     return ResultFile.open(lines_path(path), kind, retry_errors=retry_errors)
 
 
