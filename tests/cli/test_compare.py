@@ -1,6 +1,7 @@
 """`verax compare videos`: the report of a comparison, and the exit status."""
 
 import base64
+import errno
 import json
 import re
 
@@ -53,3 +54,13 @@ def test_the_exit_status_says_whether_every_frame_reaches_the_psnr(run, files):
     done = run("compare", "videos", *files, "--min-psnr", worst + 0.01)
     assert done.status == 1
     assert f"{worst:.2f} dB, below the minimum of {worst + 0.01:g}" in done.err
+
+
+def test_a_report_that_cannot_be_written_is_not_a_difference(run, files, tmp_path, monkeypatch):
+    def full(report, folder):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    monkeypatch.setattr("verax.compare.report.VideoReport.write", full)
+    done = run("compare", "videos", *files, "--output", tmp_path / "report")
+    assert done.status == 2
+    assert "No space left on device" in done.err

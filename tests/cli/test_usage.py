@@ -68,6 +68,7 @@ WRONG = [
     (("compile", *NOWHERE[1:], "-o", "in.txt"), 1, "programs: in.txt exists"),
     (("demo", "-o", "in.txt"), 2, "in.txt is a file; a folder is written"),
     (("bench", "quality", "-o", "in.txt"), 2, "in.txt is a file; a folder is written"),
+    (("bench", "compare", "lines.jsonl", "in.txt"), 2, "lines.jsonl: "),
     (("train", "lora", "--data", "lines.jsonl", "-o", "in.txt"), 2, "in.txt is a file; a folder is written"),
     ((*CLIPS, "-o", "bytes"), 2, "bytes is a file; a folder is written"),
     (("quantize", "x", "--model", "MODEL", "--bits", "4", "--group-size", "48"), 1, "48"),

@@ -71,7 +71,7 @@ def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-@app.command(cls=options.Command)
+@app.command(cls=options.VerdictCommand)
 def compare(
     old: Annotated[Path, typer.Argument(help="A JSON that verax bench --output wrote.", exists=True, dir_okay=False)],
     new: Annotated[Path, typer.Argument(help="A later one, of the same benchmark.", exists=True, dir_okay=False)],
@@ -80,9 +80,9 @@ def compare(
 ) -> None:
     """Changes of speed between two files of results.
 
-    Exit status 1 if a side of verax is slower. Prints Markdown, for a terminal or a pull request. A side counts as
-    slower only if the whole interval of the ratio of the medians is beyond the threshold; baselines are shown, and do
-    not count.
+    Exit status 1 if a side of verax is slower, 2 if the files cannot be compared. Prints Markdown, for a terminal or a
+    pull request. A side counts as slower only if the whole interval of the ratio of the medians is beyond the
+    threshold; baselines are shown, and do not count.
 
     \b
     Examples:

@@ -147,10 +147,8 @@ def run_cases(
                 folder = output / name
                 written = write(result, folder) if isinstance(result, Comparison) else result.write(folder)
                 sys.stderr.write(f"written: {', '.join(map(str, written))}\n")
-    except (typer.BadParameter, BrokenPipeError):
+    except (typer.BadParameter, VeraxError, OSError):
         raise
-    except (VeraxError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
     except Exception as error:  # of the models' code too
         traceback.print_exc()
         raise typer.Exit(NOT_COMPARED) from error
@@ -169,7 +167,7 @@ def _check_output(output: Path | None) -> None:
     load_pyplot("compare")
 
 
-@app.command(cls=options.Command)
+@app.command(cls=options.VerdictCommand)
 def videos(
     first: Annotated[Path, typer.Argument(help="A clip: .mp4, .gif, .webp, ..., or a folder of pictures.")],
     second: Annotated[Path, typer.Argument(help="The clip to compare with it, of the same size and length.")],
@@ -195,13 +193,10 @@ def videos(
     from verax.compare.videos import compare_clips
     from verax.video.images import read_clip
 
-    try:
-        _check_output(output)
-        (a, fps), (b, other_fps) = read_clip(first, name=str(first)), read_clip(second, name=str(second))
-        report = VideoReport(compare_clips(a, b), a, b, (str(first), str(second)), fps or other_fps, min_psnr)
-        written = [] if output is None else report.write(output)
-    except VeraxError as error:
-        raise typer.BadParameter(str(error)) from error
+    _check_output(output)
+    (a, fps), (b, other_fps) = read_clip(first, name=str(first)), read_clip(second, name=str(second))
+    report = VideoReport(compare_clips(a, b), a, b, (str(first), str(second)), fps or other_fps, min_psnr)
+    written = [] if output is None else report.write(output)
     if as_json:
         sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n")
     else:
@@ -213,7 +208,7 @@ def videos(
         raise typer.Exit(1)
 
 
-@app.command(cls=options.Command)
+@app.command(cls=options.VerdictCommand)
 @options.with_flags
 def own(
     file: Annotated[
@@ -298,7 +293,7 @@ OUTPUT = "output"
 """Value of `--part` for the clip of the whole pipeline."""
 
 
-@app.command("model", cls=options.Command)
+@app.command("model", cls=options.VerdictCommand)
 @options.with_flags
 def model(
     what: Annotated[

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from verax.errors import VeraxError
 from verax.options import option, options_of
 from verax.sampling_fields import SamplingFields
 from verax.text.engine.engine_config import EngineConfig
@@ -45,6 +46,19 @@ class Command(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+class VerdictCommand(Command):
+    """Command whose exit status 1 is a verdict, such as of a comparison: what fails in it ends with 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except (VeraxError, OSError) as error:
+            raise typer.BadParameter(str(error), ctx=ctx) from error
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def plan(
     except InvalidParameterError as error:
         name, colon, rest = str(error).partition(":")
         raise typer.BadParameter(f"--{name.replace('_', '-')}{colon}{rest}") from error
-    except VeraxError as error:  # status 1 says that a model does not fit, and nothing else
+    except (VeraxError, OSError) as error:  # status 1 says that a model does not fit, and nothing else
         raise typer.BadParameter(str(error)) from error
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
