@@ -2,6 +2,7 @@
 
 import gc
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -100,6 +101,38 @@ def test_an_interrupt_that_the_garbage_collector_drops_comes_again(run, monkeypa
     monkeypatch.setattr("verax.machine.fingerprint", work)
     done = run("info", "--no-measure")
     assert (done.status, done.err) == (130, "interrupted\n")
+
+
+ENDED = """
+import os, signal, sys, time
+from pathlib import Path
+
+from verax import cli, machine
+from verax.files import atomic_path
+
+
+def ended():
+    with atomic_path(path) as partial:
+        partial.mkdir()
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+
+number, path = int(sys.argv[1]), Path(sys.argv[2])
+signal.signal(number, signal.SIG_DFL)  # nohup would have it ignored
+machine.fingerprint = ended
+sys.argv = ["verax", "info", "--no-measure"]
+cli.main()
+"""
+"""Program of a command to which a signal comes while it writes a folder."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_a_command_leaves_nothing_half_written(tmp_path, number):
+    command = [sys.executable, "-c", ENDED, str(int(number)), str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + number, "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_reader_that_has_gone_is_no_error():

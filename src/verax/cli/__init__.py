@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -40,6 +41,9 @@ UsageError: Any = typer.BadParameter.__base__
 
 INTERRUPTED = 130
 """Exit status of a command that Ctrl-C ended: 128 + SIGINT."""
+
+_ENDS = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
+"""Signals that end a command: of supervisors, `timeout` and job schedulers, and of a terminal that is closed."""
 
 app = typer.Typer(
     name="verax",
@@ -94,7 +98,10 @@ def _options(
 
 
 def main() -> None:
-    """Run a command: exit status 0, 1 for an error that verax explains, 2 for wrong usage, 130 when interrupted."""
+    """Run a command: exit status 0, 1 for an error that verax explains, 2 for wrong usage, 130 when interrupted.
+
+    SIGTERM and SIGHUP end it with 143 and 129, after files that are half written were removed.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):  # where a terminal or pipe is not UTF-8, better a "?" than no answer
         sys.stdout.reconfigure(errors="replace")
     arguments = sys.argv[1:]
@@ -102,6 +109,8 @@ def main() -> None:
     if debug:  # wherever it stands: people add it to the end of the line that failed
         arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
     hook, sys.unraisablehook = sys.unraisablehook, _repeat_interrupt
+    # What nohup or the caller has set stays.
+    before = {end: signal.signal(end, _end) for end in _ENDS if signal.getsignal(end) is signal.SIG_DFL}
     try:
         status = app(arguments, standalone_mode=False) or 0
         sys.stdout.flush()
@@ -124,17 +133,29 @@ def main() -> None:
         status = _explain(str(error), 1)
     finally:
         sys.unraisablehook = hook
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if status == INTERRUPTED:
         sys.stderr.write("interrupted\n")
     sys.exit(status)
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    """End the command as Python ends at an error, by which temporary files and folders are removed."""
+    signal.signal(number, signal.SIG_DFL)  # a second one does not wait for that
+    raise SystemExit(128 + number)
+
+
 def _repeat_interrupt(dropped: sys.UnraisableHookArgs) -> None:
-    """Interrupt again if Python drops an interrupt: JAX's callback of the garbage collector gets many of them."""
-    if issubclass(dropped.exc_type, KeyboardInterrupt):
+    """Send a signal again if Python drops its exception: JAX's callback of the garbage collector gets many of them."""
+    if issubclass(dropped.exc_type, KeyboardInterrupt | SystemExit):
         # Later, as in this function it would be dropped too; and by a signal, which also ends a read that waits.
         main = threading.main_thread().ident
-        threading.Timer(0.01, lambda: signal.pthread_kill(main or 0, signal.SIGINT)).start()
+        number = signal.SIGINT if issubclass(dropped.exc_type, KeyboardInterrupt) else signal.SIGTERM
+        try:
+            threading.Timer(0.01, lambda: signal.pthread_kill(main or 0, number)).start()
+        except KeyboardInterrupt:  # on a busy machine the timer may be over before `start` returns
+            _repeat_interrupt(dropped)
     else:
         sys.__unraisablehook__(dropped)
 
