@@ -86,6 +86,20 @@ def test_an_interrupt_ends_with_130_and_no_traceback(run, monkeypatch):
     assert (done.status, done.err) == (130, "interrupted\n")
 
 
+def test_a_device_that_jax_lacks_is_one_line_and_other_failures_are_not(run, monkeypatch):
+    def failed(*args, **kwargs):
+        raise AssertionError
+
+    monkeypatch.setattr("verax.machine.fingerprint", failed)
+    with pytest.raises(AssertionError):
+        run("info", "--no-measure")
+    monkeypatch.setattr("jax.local_devices", failed)
+    done = run("info", "--no-measure")
+    assert done.status == 1
+    assert done.err.startswith("verax: error: JAX_PLATFORMS")
+    assert done.err.count("\n") == 1
+
+
 def test_an_interrupt_that_the_garbage_collector_drops_comes_again(run, monkeypatch):
     def collected(phase, info):
         if phase == "stop":

@@ -131,6 +131,11 @@ def main() -> None:
         if debug:
             traceback.print_exc()
         status = _explain(str(error), 1)
+    except Exception:
+        problem = _device_problem()
+        if debug or problem is None:
+            raise
+        status = _explain(problem, 1)
     finally:
         sys.unraisablehook = hook
         for number, handler in before.items():
@@ -158,6 +163,20 @@ def _repeat_interrupt(dropped: sys.UnraisableHookArgs) -> None:
             _repeat_interrupt(dropped)
     else:
         sys.__unraisablehook__(dropped)
+
+
+def _device_problem() -> str | None:
+    """What is wrong with JAX's devices, whichever call of JAX met it first; None if they are there."""
+    import jax
+
+    try:
+        jax.local_devices()
+    except Exception as error:  # an assertion without a text where CUDA is asked for and there is no GPU
+        wanted = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+        reason = str(error).rstrip(".") or "there is no such device, or no driver for it"
+        hint = "pip install 'verax[cuda]' adds NVIDIA GPUs, JAX_PLATFORMS=cpu is always there"
+        return f"{wanted}: JAX cannot use its devices: {reason}; {hint}"
+    return None
 
 
 def _explain(message: str, status: int) -> int:
