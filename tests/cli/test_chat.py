@@ -1,11 +1,14 @@
 """`verax chat` from a script, and its commands as a person at a terminal gives them."""
 
+import io
 import json
+import sys
 from unittest.mock import Mock
 
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
+from verax import cli
 from verax.cli.chat import Conversation
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
@@ -30,6 +33,15 @@ def test_each_line_of_a_pipe_is_a_turn_and_is_remembered(run, folder):
     answer = first["outputs"][0]["text"]
     turn = "<|im_end|>\n<|im_start|>user\ndef<|im_end|>\n<|im_start|>assistant\n"
     assert second["prompt"] == first["prompt"] + answer + turn
+
+
+def test_bytes_of_another_encoding_are_refused(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verax", "chat", "-m", folder, *QUICK])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("verax: error: prompt: ")
 
 
 def test_instructions_begin_the_user_s_text_where_the_template_has_no_system(run, tmp_path):

@@ -14,7 +14,7 @@ import verax
 from tests.support import gguf as files
 from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import tiny_encoder
-from verax import ops
+from verax import cli, ops
 from verax.cli import app
 
 
@@ -75,6 +75,15 @@ def test_info_describes_a_checkpoint(run, tmp_path):
 def test_info_describes_a_sentence_encoder(run, tmp_path):
     facts = json.loads(run("info", str(tiny_encoder(tmp_path / "encoder")), "--json").out)
     assert (facts["architecture"], facts["layers"], facts["heads"], facts["context"]) == ("bert", 3, "4", 64)
+
+
+def test_closed_streams_are_empty_ones(monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    monkeypatch.setattr(sys, "argv", ["verax", "info", "--json", "--no-measure"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
 
 
 def test_an_interrupt_ends_with_130_and_no_traceback(run, monkeypatch):

@@ -102,6 +102,11 @@ def main() -> None:
 
     SIGTERM and SIGHUP end it with 143 and 129, after files that are half written were removed.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the caller, as a shell's `>&-` does
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (as long as the process)
+    if isinstance(sys.stdin, io.TextIOWrapper):  # commands refuse a text that is not UTF-8 by name
+        sys.stdin.reconfigure(errors="surrogateescape")
     if isinstance(sys.stdout, io.TextIOWrapper):  # where a terminal or pipe is not UTF-8, better a "?" than no answer
         sys.stdout.reconfigure(errors="replace")
     arguments = sys.argv[1:]
