@@ -1,8 +1,10 @@
 """`verax chat` from a script, and its commands as a person at a terminal gives them."""
 
+import errno
 import io
 import json
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -117,6 +119,16 @@ def test_commands_reset_save_and_leave(at_terminal, folder, tmp_path):
     assert [message["role"] for message in talk] == ["system", "user", "assistant"]
     assert talk[1]["content"] == "def"
     assert talk[2]["content"] == shown.out.split("\n", 1)[1].removesuffix("\n")
+
+
+def test_a_conversation_is_saved_in_the_home_and_whole_or_not_at_all(at_terminal, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    at_terminal("-m", folder, *QUICK, lines=["abc", "/save ~/talk.json"])
+    before = (tmp_path / "talk.json").read_text()
+    monkeypatch.setattr(Path, "write_text", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    shown = at_terminal("-m", folder, *QUICK, lines=["def", "/save ~/talk.json"])
+    assert "No space left" in shown.err
+    assert (tmp_path / "talk.json").read_text() == before
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_conversation(at_terminal, folder):

@@ -16,7 +16,7 @@ import typer
 from verax.cli import options
 from verax.cli.options import Flags
 from verax.errors import VeraxError
-from verax.files import model_name
+from verax.files import model_name, write_json
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.features.tool_calls import CLOSE_REASONING, OPEN_REASONING, Delta, join
 
@@ -209,9 +209,11 @@ def _command(talk: Conversation, line: str) -> bool:
         talk.reset(rest or None)
     elif name == "/save" and rest:
         try:
-            Path(rest).write_text(json.dumps(talk.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            sys.stderr.write(f"cannot write {rest}: {error.strerror}\n")
+            path = Path(rest).expanduser()  # no shell has seen the ~
+            write_json(path, talk.messages)
+            sys.stderr.write(f"written: {path}\n")
+        except (OSError, RuntimeError) as error:
+            sys.stderr.write(f"cannot write {rest}: {getattr(error, 'strerror', error)}\n")
     else:
         sys.stderr.write(HELP + "\n")
     return True

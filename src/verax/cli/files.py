@@ -29,7 +29,7 @@ def read_lines(file: Path | None = None, what: str = "prompt", *, keep_blank: bo
 
     `file`: a pipe such as bash's `<(...)` too; `-` is standard input. `what`: a word for one line, in errors.
     """
-    if file is None and (sys.stdin is None or sys.stdin.isatty()):  # nobody would know what it waits for
+    if file is None and sys.stdin.isatty():  # nobody would know what it waits for
         raise typer.BadParameter(f"no {what}: give one as an argument, in a file, or through a pipe")
     file = None if file == PIPE else file
     source = "standard input" if file is None else str(file)
