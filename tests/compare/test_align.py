@@ -6,7 +6,7 @@ import pytest
 from verax.checkpoint.video.parts import Renaming
 from verax.compare import Trace, align
 from verax.compare.align import find_layout
-from verax.compare.comparison import measure
+from verax.compare.comparison import JUMP, MAX_REL, SMALL, measure
 
 
 def trace(**shapes):
@@ -111,3 +111,49 @@ def test_errors_match_their_definitions():
     assert measure(reference, 0 * reference).l2 == np.inf
     assert measure(reference + 3j, reference + 1j).max_abs == 2
     assert measure(reference[:0], reference[:0]).l2 == 0
+
+
+ROWS = np.random.default_rng(0).standard_normal((2, 32, 16)).astype(np.float32)
+SPECTRUM = np.abs(np.fft.fft(np.exp(-(np.linspace(-5, 5, 64) ** 2)))).astype(np.float32)[:, None] * ROWS[0, :1]
+
+
+@pytest.mark.parametrize(
+    ("large", "wrong", "where"),
+    [
+        (np.s_[0, 3, 0], np.s_[1, 5], "at [1, 5]"),  # a token's outlier
+        (np.s_[..., 0], np.s_[..., 7], "in channel 7"),  # an outlier in each token
+        (np.s_[0, 0], np.s_[1, 31, :], "at [1, 31]"),
+        (np.s_[:0], np.s_[..., 7], "in channel 7"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_large_numbers_hide_no_wrong_row_or_channel(large, wrong, where, dtype):
+    reference = ROWS.astype(dtype)
+    reference[large] *= 1e3
+    ours = reference * np.float32(1 + 1e-6)
+    assert measure(ours, reference).worst < 1e-5
+    ours[wrong] *= 1.01
+    errors = measure(ours, reference)
+    assert 0.005 < errors.worst < 0.02
+    assert errors.worst_at == where
+
+
+def test_a_number_of_a_one_dimensional_array_is_a_row():
+    reference = np.array([1e5, 1, 2, 3, 1], np.float32)
+    errors = measure(reference + np.array([0, 0, 0, 0.1, 0], np.float32), reference)
+    assert errors.worst == pytest.approx(0.1 / (SMALL * 1e5))  # 10, more than the row and the median
+    assert errors.worst_at == "at [3]"
+    assert measure(np.array(2.0), np.array(1.0)).worst == 1
+
+
+@pytest.mark.parametrize("arrange", [lambda x: x, np.transpose])
+def test_rounding_of_the_largest_row_or_channel_is_not_an_error_of_small_ones(arrange):
+    noise = 2**-25 * SPECTRUM.max(0) * np.sign(ROWS.reshape(64, 16))
+    errors = measure(arrange(SPECTRUM + noise), arrange(SPECTRUM))
+    assert errors.worst < JUMP * MAX_REL
+
+
+def test_rows_of_zeros_count_for_the_median():
+    padded = ROWS[0] * (np.arange(32) < 20)[:, None]
+    assert measure(padded + np.float32(1e-7), padded).worst < 1e-6
+    assert measure(padded + np.float32(1e-2) * (padded == 0), padded).worst > 1e-3

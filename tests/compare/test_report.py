@@ -40,6 +40,23 @@ def test_at_a_lower_precision_the_ratio_decides():
     assert (near.passed, far.passed) == (True, False)
 
 
+def test_a_wrong_row_that_large_numbers_hide_makes_models_different():
+    wrong = row("b", 1e-6)
+    wrong.errors = wrong.errors._replace(worst=0.5, worst_at="at [3]")
+    result = comparison(row("a", 1e-7), wrong, row("(output)", 1e-7))
+    assert result.first is wrong
+    assert result.failures == [
+        "1 of 3 layers have a relative L2 error over 8e-04 in a row or channel: the first is b at [3] (5.0e-01), the "
+        "largest b at [3] (5.0e-01)"
+    ]
+    assert comparison(row("(output)", 1e-7), fused=[wrong]).failures[0].startswith("b as one compiled program at [3]")
+    output = row("(output)", 1e-2, dtype="bfloat16", truth=(5e-3, 5e-3))
+    for errors, passes in (((2e-2, 1e-2), True), ((0.5, 1e-2), False), ((0.02, 0.0), True)):
+        below = comparison(dataclasses.replace(output, worst_against_truth=errors), dtype="bfloat16")
+        assert below.passed == passes
+        assert (below.first is None) == passes
+
+
 def test_rounding_of_what_the_reference_keeps_in_float32_is_not_a_finding():
     kept = [row("time", 1e-6, truth=(1e-6, 0.0)), row("block", 1e-2, dtype="bfloat16", truth=(6e-3, 5e-3))]
     assert comparison(*kept, dtype="bfloat16").first is None

@@ -25,7 +25,8 @@ MAX_RATIO = 1.1
 """Bound on the error ratio of the output at a lower precision."""
 
 JUMP = 8.0
-"""Factor by which an error stands out from the errors of all layers before it. Rounding grows by less per layer."""
+"""Factor by which an error stands out: from errors of all layers before it, since rounding grows by less per layer; a
+row's or a channel's from the whole array's, since rounding is spread more evenly."""
 
 LEAVE_OUT = "Side(..., without=...) leaves out what cannot be compared"
 
@@ -62,6 +63,7 @@ class Row:
         own: the layer's own errors, made on the reference's activations; None without `inject`.
         against_truth: relative L2 errors of ours and of the reference against the reference in float32, at a lower
             precision.
+        worst_against_truth: the same of the worst row or channel of each.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Row:
     by: str = "name"
     own: Errors | None = None
     against_truth: tuple[float, float] | None = None
+    worst_against_truth: tuple[float, float] | None = None
 
     @property
     def problem(self) -> str | None:
@@ -95,6 +98,17 @@ class Row:
             return None
         ours, theirs = self.against_truth
         return ours / theirs if theirs else (1.0 if ours == 0 else math.inf)
+
+    @property
+    def hidden(self) -> bool:
+        """True if a row or channel is further from float32 than rounding and the reference's worst one, below float32.
+
+        Large numbers elsewhere hide it from the ratio.
+        """
+        if self.worst_against_truth is None:
+            return False
+        ours, theirs = self.worst_against_truth
+        return not ours <= JUMP * max(theirs, noise(self.dtype, self.reference_dtype))
 
 
 @dataclass
@@ -146,12 +160,17 @@ class Comparison:
         return self.max_rel if self.max_rel is not None else MAX_REL if self.dtype == "float32" else None
 
     @property
+    def worst_bound(self) -> float:
+        """Bound on the error of each row and channel of a layer; infinite where layers have no bound."""
+        return math.inf if self.bound is None else JUMP * self.bound
+
+    @property
     def first(self) -> Row | None:
         """The first layer whose error stands out from those before it: where to look."""
         trend = 0.0
         for row in self.rows:
             error, usual = row.errors.l2, noise(row.dtype, row.reference_dtype)
-            if row.problem is not None:
+            if row.problem is not None or row.hidden or not row.errors.worst <= self.worst_bound:
                 return row
             if row.against_truth is not None:
                 error, theirs = row.against_truth
@@ -170,7 +189,9 @@ class Comparison:
         finite = [error for _, error in own if math.isfinite(error) and error > 0]
         # A quartile, as a fault may spoil many layers, and of too few nothing is usual.
         usual = statistics.quantiles(finite, n=4)[0] if len(finite) >= ENOUGH else 0.0
-        return [row for row, error in own if not error <= JUMP * max(usual, noise(row.dtype, row.reference_dtype))]
+        worst = {row.name for row in self.rows if row.own is not None and not row.own.worst <= self.worst_bound}
+        stands_out = lambda row, error: not error <= JUMP * max(usual, noise(row.dtype, row.reference_dtype))
+        return [row for row, error in own if stands_out(row, error) or row.name in worst]
 
     @property
     def failures(self) -> list[str]:
@@ -190,13 +211,22 @@ class Comparison:
             if len(problems) > MOST_PROBLEMS:
                 reasons.append(f"{len(problems) - MOST_PROBLEMS} more arrays that are not finite or not equal")
         for what, rows in (("layers", self.rows), ("gradients", self.gradients)):
-            measured = [row for row in rows if row.problem is None]
-            if self.bound is not None and (over := [row for row in measured if not row.errors.l2 <= self.bound]):
-                worst = max(over, key=lambda row: row.errors.l2)
+            measured = [row for row in rows if row.problem is None and self.bound is not None]
+            for of, bound, error in (
+                ("", self.bound, lambda row: row.errors.l2),
+                (" in a row or channel", self.worst_bound, lambda row: row.errors.worst),
+            ):
+                over = [row for row in measured if not error(row) <= bound]
+                measured = [row for row in measured if error(row) <= bound]
+                if not over:
+                    continue
+                worst = max(over, key=error)
+                where = [f" {row.errors.worst_at}" * bool(of) for row in (over[0], worst)]
                 guessed = [row.name for row in over if row.layout.endswith("?")]
                 reasons.append(
-                    f"{len(over)} of {len(rows)} {what} have a relative L2 error over {self.bound:.0e}: the first is "
-                    f"{over[0].name} ({over[0].errors.l2:.1e}), the largest {worst.name} ({worst.errors.l2:.1e})"
+                    f"{len(over)} of {len(rows)} {what} have a relative L2 error over {bound:.0e}{of}: the first "
+                    f"is {over[0].name}{where[0]} ({error(over[0]):.1e}), the largest {worst.name}{where[1]} "
+                    f"({error(worst):.1e})"
                     + (f"; how {guessed[0]} is arranged is a guess: take sizes that differ" if guessed else "")
                 )
         for row in (*self.outputs, *fused):
@@ -206,9 +236,21 @@ class Comparison:
                 reasons.append(f"{row.name}: the reference in float32 has no such output to judge it by")
             elif not row.ratio <= MAX_RATIO:
                 reasons.append(f"{row.name}: its error against float32 is {row.ratio:.2f} times the reference's")
+            elif row.hidden:
+                reasons.append(
+                    f"{row.name}: the error of a row or channel against float32 ({row.errors.worst_at}) is over "
+                    f"{JUMP:.0f} times the reference's worst"
+                )
         for row in fused:
-            if row.problem is None and self.bound is not None and not row.errors.l2 <= self.bound:
+            if row.problem is not None or self.bound is None:
+                continue
+            if not row.errors.l2 <= self.bound:
                 reasons.append(f"{row.name} has a relative L2 error of {row.errors.l2:.1e}, over {self.bound:.0e}")
+            elif not row.errors.worst <= self.worst_bound:
+                reasons.append(
+                    f"{row.name} {row.errors.worst_at} has a relative L2 error of {row.errors.worst:.1e}, over "
+                    f"{self.worst_bound:.0e}"
+                )
         if any(self.gradients_only):
             reasons.append(f"gradients on one side only: {', '.join(chain(*self.gradients_only))}")
         return reasons
@@ -281,7 +323,8 @@ def measure_rows(
         )
         if truth is not None and all(name in truth for name in pair.reference):
             exact = pair.load_reference(truth)
-            row.against_truth = measure(mine, exact).l2, measure(other, exact).l2
+            sides = measure(mine, exact), measure(other, exact)
+            row.against_truth, row.worst_against_truth = (sides[0].l2, sides[1].l2), (sides[0].worst, sides[1].worst)
         if own is not None and all(name in own for name in pair.ours):
             row.own = measure(pair.load(own, reference)[0], other)
         rows.append(row)
@@ -294,7 +337,14 @@ def some(names: Sequence[str], most: int = 6) -> str:
 
 
 AT_ONCE = 1 << 20
-"""Numbers that are held in float64 at a time."""
+"""Numbers that are held in float64 at a time; more if a row has more."""
+
+SMALL = 1e-4
+"""Fraction of the largest row, and of the largest channel, that each one's norm counts for at least.
+
+At the usual bound this is 8e-8 of the largest, which rounding in float32 adds to all others where they mix, as in a
+spectrum.
+"""
 
 _NOISE = {"float64": 4e-16, "float32": 2.4e-7, "float16": 5e-4, "bfloat16": 4e-3}
 """Relative error of a layer from rounding alone, by dtype: a few times the mean of the unit roundoff."""
@@ -309,6 +359,10 @@ class Errors(NamedTuple):
         not_finite: the first NaN or infinity of each side in words; empty if all numbers are finite.
         unequal: the number of differences between integers, booleans or texts in words, and the first; empty for
             floats, and if there is none.
+        worst: the largest relative L2 error of a row or a channel, so that large numbers elsewhere do not hide it. A
+            row is a vector of the last axis (a token), or a number of a one-dimensional array; a channel is an index
+            of the last axis. Norms count for at least the median norm, and `SMALL` of the largest.
+        worst_at: the place of that row or channel.
     """
 
     max_abs: float
@@ -317,6 +371,8 @@ class Errors(NamedTuple):
     cosine: float
     not_finite: str = ""
     unequal: str = ""
+    worst: float = 0.0
+    worst_at: str = ""
 
 
 def measure(ours: np.ndarray, reference: np.ndarray) -> Errors:
@@ -340,27 +396,69 @@ def measure(ours: np.ndarray, reference: np.ndarray) -> Errors:
         return Errors(apart, apart, apart, 1 - apart, unequal=unequal)
     largest = total = difference = square = other = product = 0.0
     finite = True
+    norms: list[tuple[np.ndarray, np.ndarray]] = []
     for a, b in _pieces(ours, reference):
         finite = finite and bool(np.isfinite(a).all() and np.isfinite(b).all())
         with np.errstate(invalid="ignore", over="ignore"):
             delta = a - b
             largest = max(largest, float(np.max(np.abs(delta))))
             total += float(np.sum(np.abs(b)))
-            difference += float(delta @ delta)
-            square += float(b @ b)
-            other += float(a @ a)
-            product += float(a @ b)
+            norms.append((_norms(delta, 1), _norms(b, 1)))
+            difference += float(np.vdot(delta, delta))
+            square += float(np.vdot(b, b))
+            other += float(np.vdot(a, a))
+            product += float(np.vdot(a, b))
     if not finite:
         sides = (("ours", ours), ("the reference", reference))
         found = [f"{side} has {where}" for side, array in sides if (where := not_finite(array))]
         return Errors(*[math.nan] * 4, not_finite="; ".join(found))
+    with np.errstate(invalid="ignore", over="ignore"):
+        worst, worst_at = _worst(ours, reference, norms) if largest else (0.0, "")
     return Errors(
         max_abs=largest,
         max_rel=ratio(largest, total / ours.size if ours.size else 0.0),
         l2=ratio(math.sqrt(difference), math.sqrt(square)),
         cosine=product / math.sqrt(square * other) if square and other else float(square == other),
         unequal=unequal,
+        worst=worst,
+        worst_at=worst_at,
     )
+
+
+def _worst(
+    ours: np.ndarray, reference: np.ndarray, norms: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> tuple[float, str]:
+    """The largest relative error of a row or a channel, and its place.
+
+    `norms`: norms of the rows' differences and of the reference's rows, by piece. Channels are measured with each row
+    divided by its norm, or one large row would hide all others of a channel.
+    """
+    differences, sizes = (np.concatenate(side) for side in zip(*norms, strict=True))
+    scales = _scales(sizes)
+    rows = differences / scales
+    squares: Any = np.zeros((2, 1))
+    begin = 0
+    for a, b in _pieces(ours, reference):
+        scale = scales[begin : (begin := begin + len(a)), None]
+        squares = squares + np.square([_norms((a - b) / scale, 0), _norms(b / scale, 0)])
+    channels = np.sqrt(squares[0]) / _scales(np.sqrt(squares[1]))
+    if reference.ndim > 1 and channels.max() > rows.max():
+        parts = len(channels) // reference.shape[-1]  # 2 of complex numbers
+        return float(channels.max()), f"in channel {int(np.argmax(channels)) // parts}"
+    at = np.unravel_index(np.argmax(rows), reference.shape[:-1] if reference.ndim > 1 else reference.shape or (1,))
+    return float(rows.max()), f"at {list(map(int, at))}"
+
+
+def _norms(x: np.ndarray, axis: int) -> np.ndarray:
+    return np.sqrt(np.square(x).sum(axis))
+
+
+def _scales(norms: np.ndarray) -> np.ndarray:
+    """Norms that errors of rows or channels are divided by; 1 if all are 0."""
+    present = norms[norms > 0]
+    if not len(present):
+        return np.ones_like(norms)
+    return np.maximum(norms, max(np.quantile(present, 0.5, method="lower"), SMALL * present.max()))
 
 
 def not_finite(array: np.ndarray) -> str:
@@ -391,9 +489,14 @@ def noise(*dtypes: str) -> float:
 
 
 def _pieces(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    a, b = a.reshape(-1), b.reshape(-1)
+    """Rows `[n, D]` of both sides in float64, some at a time; of one-dimensional arrays D is 1."""
+    if not a.size:
+        return
+    size = a.shape[-1] if a.ndim > 1 else 1
+    a, b = a.reshape(-1, size), b.reshape(-1, size)
     wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
-    for begin in range(0, a.size, AT_ONCE):
-        piece = slice(begin, begin + AT_ONCE)
+    count = max(1, AT_ONCE // size)
+    for begin in range(0, len(a), count):
+        piece = slice(begin, begin + count)
         # The parts of complex numbers are numbers of their own.
         yield a[piece].astype(wide).view(np.float64), b[piece].astype(wide).view(np.float64)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from verax._optional import require_optional
-from verax.compare.comparison import MAX_RATIO, Comparison, Row, some
+from verax.compare.comparison import MAX_RATIO, SMALL, Comparison, Row, some
 from verax.compare.trace import OUTPUT
 from verax.compare.videos import DEFINITIONS, QUALITY, VideoComparison, differences
 from verax.files import write_json, write_text
@@ -112,7 +112,8 @@ def show(result: Comparison, console: Console, *, every: bool = False) -> None:
         every: print all rows, however many.
     """
     rows = result.rows if every else _chosen(result)
-    gradients = result.gradients if every else sorted(result.gradients, key=lambda row: -row.errors.l2)[:8]
+    largest = sorted(result.gradients, key=lambda row: -max(row.errors.l2, row.errors.worst))
+    gradients = result.gradients if every else largest[:8]
     _table(f"{result.title}, {result.dtype}", rows, _columns(result), result).show(console)
     if gradients:
         _table("gradients by parameter", gradients, _columns(result, gradients=True), result).show(console)
@@ -176,6 +177,7 @@ def _columns(result: Comparison, *, gradients: bool = False) -> list[Column]:
         ("max abs", lambda row: f"{row.errors.max_abs:.1e}"),
         ("max / mean", lambda row: f"{row.errors.max_rel:.1e}"),
         ("rel. L2", lambda row: f"{row.errors.l2:.1e}"),
+        ("worst", lambda row: f"{row.errors.worst:.1e}"),
         ("1 - cosine", lambda row: f"{1 - row.errors.cosine:.0e}"),
         (
             "dtype",
@@ -183,11 +185,11 @@ def _columns(result: Comparison, *, gradients: bool = False) -> list[Column]:
         ),
     ]
     if not gradients and any(row.own for row in result.rows):
-        columns.insert(4, ("own rel. L2", lambda row: f"{row.own.l2:.1e}" if row.own else ""))
+        columns.insert(5, ("own rel. L2", lambda row: f"{row.own.l2:.1e}" if row.own else ""))
     if not gradients and any(row.against_truth for row in result.rows):
-        columns.insert(4, ("ours : f32", lambda row: f"{row.against_truth[0]:.1e}" if row.against_truth else ""))
-        columns.insert(5, ("ref. : f32", lambda row: f"{row.against_truth[1]:.1e}" if row.against_truth else ""))
-        columns.insert(6, ("ratio", lambda row: "" if row.ratio is None else f"{row.ratio:.2f}"))
+        columns.insert(5, ("ours : f32", lambda row: f"{row.against_truth[0]:.1e}" if row.against_truth else ""))
+        columns.insert(6, ("ref. : f32", lambda row: f"{row.against_truth[1]:.1e}" if row.against_truth else ""))
+        columns.insert(7, ("ratio", lambda row: "" if row.ratio is None else f"{row.ratio:.2f}"))
     return columns
 
 
@@ -213,7 +215,8 @@ def _findings(result: Comparison) -> list[str]:
         repeated = "the same bit for bit" if name is None else f"different, first in {name}: it is not deterministic"
         lines.append(f"a second run of {_SIDES[side]} is {repeated}")
     if (first := result.first) is not None:
-        lines.append(f"first error beyond the trend: {first.name} ({first.errors.l2:.1e})")
+        worst = f", worst {first.errors.worst_at}: {first.errors.worst:.1e}" if first.errors.worst_at else ""
+        lines.append(f"first error beyond the trend: {first.name} ({first.errors.l2:.1e}{worst})")
     if any(row.own for row in result.rows):
         faults = ", ".join(f"{row.name} ({row.own.l2:.1e})" for row in result.faults if row.own)
         lines.append(f"errors of their own, on the reference's activations: {faults or 'none stands out'}")
@@ -233,6 +236,8 @@ def _definitions(result: Comparison) -> list[str]:
         "max abs: the largest absolute difference",
         "max / mean: the largest absolute difference over the mean absolute value of the reference's activations",
         "rel. L2: the norm of the difference over the norm of the reference",
+        "worst: the same of the worst row or channel of the last axis; a norm counts for at least the median of all "
+        f"and {SMALL:g} of the largest",
     ]
     if any(row.own for row in result.rows):
         lines.append("own: with each layer's inputs, and what stands before it, taken from the reference")
@@ -246,8 +251,11 @@ def _definitions(result: Comparison) -> list[str]:
             f"f32: the reference in float32 with the same rounded weights; a ratio up to {MAX_RATIO} counts as equal"
         )
     if result.bound is not None:
-        lines.append(f"equal: a relative L2 error of at most {result.bound:.0e} in every row of floats")
-    lines.append("in every row all numbers are finite; integers, booleans and texts are equal")
+        lines.append(
+            f"equal: rel. L2 of at most {result.bound:.0e}, worst of at most {result.worst_bound:.0e}, in each line of "
+            "floats"
+        )
+    lines.append("in every line all numbers are finite; integers, booleans and texts are equal")
     return lines
 
 
