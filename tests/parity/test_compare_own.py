@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import io
 import json
 import re
 import sys
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 import typer
 from flax import nnx
+from rich.console import Console
 
 torch = pytest.importorskip("torch")
 
 from verax import cli
-from verax.compare import Case, Side, compare, compare_case, tap
+from verax.compare import Case, Side, compare, compare_case, show, tap
 from verax.compare.cases import text as cases
 from verax.compare.outputs import compare_logits
 from verax.compare.trace import OUTPUT
@@ -149,6 +151,21 @@ def test_names_that_are_not_a_table_are_refused(theirs, names):
     with pytest.raises(InvalidParameterError, match="names: expected a dict"):
         compare(theirs, JaxNet(theirs), X, names=names)
     assert compare(theirs, JaxNet(theirs), X, names=[NAMES], guess=False).passed
+
+
+def test_entries_of_names_that_match_nothing_are_reported(theirs):
+    names = {**NAMES, "layer.{i}": "net.{i}", "norm": "nrom", "norm.scale": "norm.weight"}
+    console = Console(file=io.StringIO(), width=200)
+    for backward, unused in (
+        (False, ["'layer.{i}': 'net.{i}'", "'norm': 'nrom'", "'norm.scale': 'norm.weight'"]),
+        (True, ["'layer.{i}': 'net.{i}'", "'norm': 'nrom'"]),
+    ):
+        result = compare(theirs, JaxNet(theirs), X, names=names, backward=backward, repeat=False)
+        assert result.passed, result.failures
+        assert result.as_dict()["unused"] == result.alignment.unused == unused
+    show(result, console)
+    assert "match nothing: 'layer.{i}': 'net.{i}', 'norm': 'nrom'\n" in console.file.getvalue()
+    assert compare(theirs, JaxNet(theirs), X, names=NAMES, repeat=False).alignment.unused == []
 
 
 class TiedTorch(torch.nn.Module):

@@ -7,7 +7,7 @@ alone, never by values: an arrangement that makes an error small would hide it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, permutations
@@ -78,6 +78,8 @@ class Alignment:
     missing: list[str] = field(default_factory=list)
     """Outputs that our side lacks, of the whole or of layers that both have."""
     extra: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    """Entries of a dict of names that match nothing: no array of ours, or none of the reference's."""
 
     @property
     def guessed(self) -> list[Pair]:
@@ -109,6 +111,17 @@ def translator(names: Names | None, there: Container[str]) -> Callable[[str], tu
     return translate
 
 
+def unused_names(names: Names | None, ours: Collection[str], there: Container[str]) -> list[str]:
+    """Entries of dicts of names, as text, that lead from none of our paths to paths of the reference's."""
+    given: Any = names if isinstance(names, tuple | list) else (names,)
+    unused = []
+    for rule in (rule for table in given if isinstance(table, Mapping) for rule in table.items()):
+        found = filter(None, map(Renaming([rule]).forward, ours))
+        if not any(all(path in there for path in paths) for paths in found):
+            unused.append(f"{rule[0]!r}: {rule[1]!r}")
+    return unused
+
+
 def align(ours: Trace, reference: Trace, names: Names | None = None, *, guess: bool = False) -> Alignment:
     """Match two traces.
 
@@ -119,7 +132,7 @@ def align(ours: Trace, reference: Trace, names: Names | None = None, *, guess: b
     calls, theirs = _by_path(ours), _by_path(reference)
     translate = translator(names, theirs)
     pairs_by_name: dict[str, Pair] = {}
-    result = Alignment([])
+    result = Alignment([], unused=unused_names(names, calls, theirs))
     used: set[str] = set()
     for path, own in calls.items():
         if (translated := translate(path)) is None:

@@ -299,7 +299,7 @@ class Comparison:
             "guessed": [str(pair) for pair in self.guessed],
             **{
                 name: getattr(self.alignment, name)
-                for name in ("mismatched", "missing", "extra", "ours_only", "reference_only")
+                for name in ("mismatched", "missing", "extra", "ours_only", "reference_only", "unused")
             },
             "left_out": self.left_out,
         }

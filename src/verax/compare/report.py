@@ -223,7 +223,8 @@ def _findings(result: Comparison) -> list[str]:
     if result.guessed:
         lines.append("matched by shape and order only, to be confirmed: " + "; ".join(map(str, result.guessed)))
     alone = (("in ours only", result.alignment.ours_only), ("in the reference only", result.alignment.reference_only))
-    for what, names in (*alone, ("left out by a side", result.left_out)):
+    unused = ("entries of names that match nothing", result.alignment.unused)
+    for what, names in (*alone, ("left out by a side", result.left_out), unused):
         if names:
             lines.append(f"{what}: {some(names)}")
     if result.peak_memory is not None:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from verax import progress
 from verax.checkpoint.video.parts import Renaming
-from verax.compare.align import Alignment, Layout, Names, Pair, align, find_layout, translator
+from verax.compare.align import Alignment, Layout, Names, Pair, align, find_layout, translator, unused_names
 from verax.compare.case import Case, Side, pair_case
 from verax.compare.comparison import Comparison, Origin, Row, kind_of, measure, measure_rows, not_finite, some
 from verax.compare.jax_side import gradients_jax, run_compiled, trace_jax
@@ -169,6 +169,9 @@ def compare_case(
             own_gradients = _gradients(gradients_jax, side, weights)
             names = _with_guessed(case.names, alignment)
             result.gradients, result.gradients_only = _gradient_rows(own_gradients, theirs, names)
+            paths = [*own_gradients, *map(_torch_name, own_gradients)]
+            of_parameters = unused_names(case.names, paths, theirs)
+            alignment.unused = [entry for entry in alignment.unused if entry in of_parameters]
         result.peak_memory = peak_memory()
         return result
 
