@@ -100,6 +100,32 @@ def test_only_axes_before_the_last_are_repeated_and_never_in_an_output():
     assert [names[0] for names in align(*both).mismatched] == ["(output)"]
 
 
+@pytest.mark.parametrize(
+    ("ours", "reference", "fits"),
+    [
+        ((2, 5, 3), (2, 3, 5), True),  # channels of a sequence
+        ((2, 6, 8, 3), (2, 3, 6, 8), True),  # of a picture
+        ((2, 3, 6, 8), (2, 6, 8, 3), True),
+        ((6, 8, 3), (3, 6, 8), True),
+        ((1, 2, 6, 8, 3), (2, 3, 6, 8), True),  # of the pictures of a clip
+        ((5, 3), (1, 5, 3), True),
+        ((5, 3), (15,), True),
+        ((5, 3), (3, 5), False),
+        ((5, 2, 3), (2, 5, 3), False),  # tokens before rows
+        ((2, 3, 8, 6), (2, 3, 6, 8), False),  # width before height
+        ((2, 5, 4, 3), (2, 4, 5, 3), False),  # tokens before heads
+    ],
+)
+def test_axes_of_outputs_keep_their_order_but_for_channels(ours, reference, fits):
+    sides = []
+    for shape in (ours, reference):
+        sides.append(trace(layer=shape))
+        sides[-1].add("(output)", np.zeros(shape, np.float32))
+    found = align(*sides)
+    assert [pair.ours for pair in found.pairs] == [("layer",), ("(output)",)][: 1 + fits]
+    assert [(ours, "only channels move" in why) for ours, _, why in found.mismatched] == [("(output)", True)][fits:]
+
+
 def test_errors_match_their_definitions():
     reference = np.array([1.0, -2.0, 3.0, -2.0])
     errors = measure(reference + np.array([0, 0.5, 0, 0]), reference)

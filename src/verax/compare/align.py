@@ -153,6 +153,8 @@ def align(ours: Trace, reference: Trace, names: Names | None = None, *, guess: b
                 ]
                 belong = " + ".join(f"{other}{at}" for other, at in zip(paths, others, strict=True))
                 why = f"{shapes[0]} is not an arrangement of {shapes[1]}"
+                if path == OUTPUT:
+                    why += " that an output may have: only channels move; Side(..., call=...) can transpose it"
                 result.mismatched.append((path + leaf, belong, why))
             pairs_by_name |= {pair.ours[-1]: pair for pair in pairs or ()}
     left, rest = ([name for name in trace if name not in used] for trace in (ours, reference))
@@ -214,7 +216,7 @@ def _of_calls(ours: Trace, own: list[str], theirs: list[str], reference: Trace, 
         pairs = []
         for mine, other in zip(own, theirs, strict=True):
             layout = find_layout(ours.entries[mine].shape, reference.entries[other].shape)
-            if layout is None or (layout.broadcast and mine.startswith(OUTPUT)):
+            if layout is None or (mine.startswith(OUTPUT) and not layout.keeps_order):
                 return None
             pairs.append(Pair((mine,), (other,), layout, by))
         return pairs
@@ -326,6 +328,20 @@ class Layout:
         """True if numbers change their order."""
         moved = [axis for axis in self.axes if self.source[axis] > 1]
         return moved != sorted(moved)
+
+    @property
+    def keeps_order(self) -> bool:
+        """True if no axes change places but for channels, which are last on one side and not on the other.
+
+        They pass all axes of a picture, or the only one of a sequence: one alone is the exchange of height and width.
+        """
+        last = len(self.axes) - 1
+        channels = any(
+            last in (place, axis) and abs(place - axis) >= min(2, last - 1) > 0 and rest == sorted(rest)
+            for place, axis in enumerate(self.axes)
+            for rest in [[*self.axes[:place], *self.axes[place + 1 :]]]
+        )
+        return not self.broadcast and (channels or not self.transposes)
 
     @property
     def preserves_axes(self) -> bool:
