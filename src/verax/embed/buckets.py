@@ -255,7 +255,7 @@ def compiled(function: Callable[..., Array], modules: Any) -> tuple[Any, tuple[A
     def call(weights: tuple[Array, ...], tokens: Array, lengths: Array, *others: Array) -> Array:
         modules = nnx.merge(graph, jax.tree.unflatten(treedef, weights))
         follows = len(tokens) == 1  # all texts come before padding
-        with ops.skip_padding(tokens.size, jnp.sum(lengths)) if follows else nullcontext():
+        with ops.skip_padding(tokens.shape, jnp.sum(lengths)) if follows else nullcontext():
             return function(modules, tokens, lengths, *others)
 
     return jax.jit(call, compiler_options=compiler_options(ops.target().platform)), tuple(leaves)

@@ -11,6 +11,7 @@ import contextvars
 import copy
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -85,7 +86,7 @@ def trace_once(function: Callable[P, R], context: Hashable, /, *args: P.args, **
     padding = _padding.get()
     if padding is None:
         return _shared(function, context)(structure, others, types, *arrays)
-    return _shared(function, context, padding.num_rows)(structure, others, types, padding.used, *arrays)
+    return _shared(function, context, padding.rows)(structure, others, types, padding.used, *arrays)
 
 
 def drop_traces() -> None:
@@ -94,15 +95,15 @@ def drop_traces() -> None:
 
 
 @functools.lru_cache(maxsize=MAX_SHARED)
-def _shared(function: Callable[..., R], context: Hashable, num_rows: int | None = None) -> Callable[..., R]:
+def _shared(function: Callable[..., R], context: Hashable, rows: tuple[int, ...] | None = None) -> Callable[..., R]:
     """Function of arrays in one context, under `jax.jit`; its name is what profiles show.
 
-    `num_rows`: of `skip_padding`, if it is in force; the first array is then its `used`.
+    `rows`: of `skip_padding`, if it is in force; the first array is then its `used`.
     """
 
     def run(structure: Any, others: tuple[Any, ...], types: Any, *arrays: jax.Array) -> R:
         given = iter(arrays)
-        with contextlib.nullcontext() if num_rows is None else skip_padding(num_rows, next(given)):
+        with contextlib.nullcontext() if rows is None else skip_padding(rows, next(given)):
             args, kwargs = jax.tree.unflatten(structure, [next(given) if x is _Array else x for x in others])
             return function(*args, **kwargs)
 
@@ -111,7 +112,7 @@ def _shared(function: Callable[..., R], context: Hashable, num_rows: int | None 
 
 
 class _Padding(NamedTuple):
-    num_rows: int
+    rows: tuple[int, ...]
     used: jax.Array
 
 
@@ -120,19 +121,19 @@ _padding_key = jax.make_user_context()
 
 
 @contextlib.contextmanager
-def skip_padding(num_rows: int, used: jax.Array) -> Iterator[None]:
-    """Let products of `num_rows` rows leave out those from `used` on, which are padding. It acts while tracing.
+def skip_padding(rows: tuple[int, ...], used: jax.Array) -> Iterator[None]:
+    """Let products leave out rows of padding, which come after all others. It acts while tracing.
 
     On one CPU, C++ kernels leave them out: these rows of their results are zeros.
 
     Args:
-        num_rows: all rows, such as the tokens that a program has a place for.
-        used: int32 `[]`, number of the first rows that are not padding.
+        rows: axes of the inputs that have padding but for the last, such as `(1, T)`. Other inputs have none.
+        used: int32 `[]`, number of rows that are not padding.
     """
-    if target().platform != "cpu" or target().num_devices > 1 or num_rows == 1:
+    if target().platform != "cpu" or target().num_devices > 1 or math.prod(rows) == 1:
         yield
         return
-    token = _padding.set(_Padding(num_rows, used))
+    token = _padding.set(_Padding(rows, used))
     try:
         # JAX must not take what it has traced with another `used`.
         with _padding_key(object()):
@@ -141,10 +142,10 @@ def skip_padding(num_rows: int, used: jax.Array) -> Iterator[None]:
         _padding.reset(token)
 
 
-def used_rows(num_rows: int) -> jax.Array:
+def used_rows(rows: tuple[int, ...]) -> jax.Array:
     """Number of rows that are not padding, int32 `[1]`, for kernels that leave out the others; `[0]` if all count."""
     padding = _padding.get()
-    if padding is None or padding.num_rows != num_rows:
+    if padding is None or padding.rows != rows:
         return jnp.zeros(0, jnp.int32)
     return padding.used.reshape(1)
 

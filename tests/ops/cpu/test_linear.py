@@ -414,7 +414,7 @@ def test_padding_is_left_out_and_the_other_rows_are_unchanged(name):
 
     @jax.jit
     def padded(x, w, used):
-        with ops.skip_padding(len(x), used):
+        with ops.skip_padding(x.shape[:1], used):
             return call(x, w)
 
     x = jnp.asarray(inputs(9, width))
@@ -431,7 +431,7 @@ def test_two_numbers_of_rows_share_no_program_of_a_function_within():
 
     def outer(scale):
         def call(x, used):
-            with ops.skip_padding(len(x), used):
+            with ops.skip_padding(x.shape[:1], used):
                 return inner(scale * x)
 
         return jax.jit(call)
@@ -441,6 +441,7 @@ def test_two_numbers_of_rows_share_no_program_of_a_function_within():
         y = outer(scale)(x, jnp.int32(used))
         np.testing.assert_array_equal(y[:used], scale * inner(x)[:used])
         np.testing.assert_array_equal(y[used:], 0)
-    # Rows of another number all count.
-    with ops.skip_padding(8, jnp.int32(2)):
-        np.testing.assert_array_equal(ops.linear(x, w), inner(x))
+    # Arrays of other axes have no padding, such as tables of positions, of as many rows as there are tokens.
+    for rows in ((8,), (1, 4)):
+        with ops.skip_padding(rows, jnp.int32(2)):
+            np.testing.assert_array_equal(ops.linear(x, w), inner(x))

@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -73,7 +74,7 @@ def _kind(weight: Any) -> tuple[Any, ...]:
     return (type(weight),) if isinstance(weight, BlockQuantizedWeight) else (weight.dtype,)
 
 
-def _products(x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, ...]:
+def _products(used: Array, x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, ...]:
     x = x.astype(jnp.float32)
     results = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32) for weight in weights]
     handler, arrays = "verax_linear", list[Any]()
@@ -88,7 +89,7 @@ def _products(x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, 
             arrays.append(weight.words)
         else:
             arrays.append(weight)
-    return tuple(library.call_many(handler, results, x, used_rows(len(x)), *arrays, **attributes))
+    return tuple(library.call_many(handler, results, x, used, *arrays, **attributes))
 
 
 def _product_references(x: Array, weights: tuple[Any, ...]) -> tuple[Array, ...]:
@@ -102,7 +103,8 @@ def _multi_linear_native(
     biases: Sequence[Any] | None = None,
     dtypes: Sequence[DTypeLike] | None = None,
 ) -> tuple[Array, ...]:
-    rows = differentiated_as(_product_references, _products, x.reshape(-1, x.shape[-1]), tuple(weights))
+    kernel = partial(_products, used_rows(x.shape[:-1]))
+    rows = differentiated_as(_product_references, kernel, x.reshape(-1, x.shape[-1]), tuple(weights))
     ys = [y.reshape(*x.shape[:-1], y.shape[-1]) for y in rows]
     pairs = zip(ys, biases or [None] * len(ys), strict=True)
     return rounded_to((y if bias is None else y + bias.astype(jnp.float32) for y, bias in pairs), dtypes)
@@ -183,7 +185,7 @@ def _is_gemm_faster(x: Any, weight: Any, bias: Any = None) -> bool:
         return False
     rows, faster = math.prod(x.shape[:-1]), faster_rows(kind)
     # XLA's library multiplies padding too.
-    return rows in faster or (bool(faster) and rows >= faster.start and used_rows(rows).size > 0)
+    return rows in faster or (bool(faster) and rows >= faster.start and used_rows(x.shape[:-1]).size > 0)
 
 
 def faster_rows(kind: str) -> range:
@@ -227,7 +229,7 @@ def takes(weight: Any) -> bool:
 
 
 def _product(
-    x: Float[Array, "M D"], weight: Float[Array, "F D"] | Quantized, bias: Float[Array, "F"] | None
+    used: Array, x: Float[Array, "M D"], weight: Float[Array, "F D"] | Quantized, bias: Float[Array, "F"] | None
 ) -> Float[Array, "M F"]:
     scales, kind = None, 0
     if isinstance(weight, QuantizedWeight):
@@ -240,14 +242,15 @@ def _product(
     x = x.astype(jnp.float32 if floats else jnp.bfloat16)
     last = map(library.optional, (scales, bias))
     shape = x.shape[0], weight.shape[0]
-    return library.call("verax_gemm", shape, x, used_rows(len(x)), matrix, *last, block_kind=np.int64(kind))
+    return library.call("verax_gemm", shape, x, used, matrix, *last, block_kind=np.int64(kind))
 
 
 @linear.implementation("native_gemm", **library.REQUIREMENTS, accepts=_accepts_gemm, faster=_is_gemm_faster)
 def _linear_native_gemm(
     x: Float[Array, "*B D"], weight: Float[Array, "F D"] | Quantized, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
-    y = differentiated_as(linear.reference, _product, x.reshape(-1, x.shape[-1]), weight, bias)
+    kernel = partial(_product, used_rows(x.shape[:-1]))
+    y = differentiated_as(linear.reference, kernel, x.reshape(-1, x.shape[-1]), weight, bias)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -264,10 +267,12 @@ def _accepts_integers(x: Any, weight: Any, bias: Any = None) -> bool:
 def _linear_native_integers(
     x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
+    used = used_rows(x.shape[:-1])
+
     def kernel(x: Array, weight: QuantizedWeight, bias: Array | None) -> Array:
         arrays = weight.values, weight.scales[:, 0].astype(jnp.float32), library.optional(bias)
         shape = len(x), weight.shape[0]
-        return library.call("verax_gemm_int8", shape, x.astype(jnp.float32), used_rows(len(x)), *arrays)
+        return library.call("verax_gemm_int8", shape, x.astype(jnp.float32), used, *arrays)
 
     y = differentiated_as(linear.reference, kernel, x.reshape(-1, x.shape[-1]), weight, bias)
     return y.reshape(*x.shape[:-1], weight.shape[0])
@@ -306,7 +311,7 @@ def _grouped(
     own = (*leading[:-1], 1) if shared else leading
     rows = jnp.broadcast_to(x, (*own, x.shape[-1])).reshape(-1, x.shape[-1])
     groups = jnp.broadcast_to(groups, leading)
-    used = used_rows(math.prod(leading[:-1]))
+    used = used_rows(leading[:-1])
     if used.size:  # padding has no group
         tokens = jnp.arange(math.prod(leading[:-1])).reshape(*leading[:-1], 1)
         groups = jnp.where(tokens < used, groups, -1)
@@ -384,7 +389,7 @@ def _multi_linear_native_packed(
     biases: Sequence[Any] | None = None,
     dtypes: Sequence[DTypeLike] | None = None,
 ) -> tuple[Array, ...]:
-    of_results = tuple(dtypes or [jnp.float32] * len(weights))
+    of_results, used = tuple(dtypes or [jnp.float32] * len(weights)), used_rows(x.shape[:-1])
 
     def reference(x: Array, weights: Sequence[Weight], biases: Sequence[Array | None]) -> tuple[Array, ...]:
         ys = (linear.reference(x, *pair) for pair in zip(weights, biases, strict=True))
@@ -393,7 +398,7 @@ def _multi_linear_native_packed(
     def kernel(x: Array, weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> tuple[Array, ...]:
         shapes = ((x.shape[0], weight.shape[0]) for weight in weights)
         results = [jax.ShapeDtypeStruct(*result) for result in zip(shapes, of_results, strict=True)]
-        arrays = x.astype(jnp.float32), used_rows(len(x)), *_arrays(weights, biases)
+        arrays = x.astype(jnp.float32), used, *_arrays(weights, biases)
         return tuple(library.call_many("verax_gemm_panels", results, *arrays))
 
     rows = x.reshape(-1, x.shape[-1])
@@ -424,10 +429,11 @@ def _of_pair(
         x, weights, biases: arguments.
         attributes: of the handler.
     """
+    used = used_rows(x.shape[:-1])
 
     def kernel(x: Array, weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> Array:
         shape = x.shape[0], weights[1].shape[0]
-        arrays = x.astype(jnp.float32), used_rows(len(x)), *_arrays(weights, biases)
+        arrays = x.astype(jnp.float32), used, *_arrays(weights, biases)
         return library.call(handler, shape, *arrays, **attributes)
 
     y = differentiated_as(reference, kernel, x.reshape(-1, x.shape[-1]), weights, biases)

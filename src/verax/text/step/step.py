@@ -294,11 +294,11 @@ def make_step(
             states: Any = layer_cache[-1]
             slots = _with_drafts(model, slots, states[slot], rows, skipped, shape.drafts, attend_to)
         text = slots.tokens[slot[owner], position]
-        with ops.skip_padding(shape.tokens, _num_used(valid)):
+        with ops.skip_padding((shape.tokens,), _num_used(valid)):
             hidden = final_hidden_states(model, text, position, attend, run_recurrent)
         # Decodes and verifications sample after each token; a mixed step may have as many rows as tokens, too.
         newest = hidden if shape.decode or shape.verify else hidden[jnp.maximum(starts[1:] - 1, 0)]
-        with ops.skip_padding(len(newest), _num_used(valid if shape.verify else count > 0)):
+        with ops.skip_padding((len(newest),), _num_used(valid if shape.verify else count > 0)):
             logits = model.logits(newest)
         if shape.verify:
             wanted = jnp.where(valid, rows[owner, 3], 0)
