@@ -142,11 +142,11 @@ def skip_padding(rows: tuple[int, ...], used: jax.Array) -> Iterator[None]:
         _padding.reset(token)
 
 
-def used_rows(rows: tuple[int, ...]) -> jax.Array:
+def used_rows(rows: tuple[int, ...]) -> jax.Array | np.ndarray:
     """Number of rows that are not padding, int32 `[1]`, for kernels that leave out the others; `[0]` if all count."""
     padding = _padding.get()
     if padding is None or padding.rows != rows:
-        return jnp.zeros(0, jnp.int32)
+        return np.zeros(0, np.int32)  # not traced: kernels that are differentiated may close over it
     return padding.used.reshape(1)
 
 

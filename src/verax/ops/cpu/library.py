@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from verax.errors import InvalidParameterError, MissingDependencyError
@@ -114,7 +115,7 @@ def optional(array: jax.Array | None) -> jax.Array:
 
 
 def call(
-    handler: str, shape: Sequence[int], *arrays: jax.Array, dtype: DTypeLike = "float32", **attributes: Any
+    handler: str, shape: Sequence[int], *arrays: jax.Array | np.ndarray, dtype: DTypeLike = "float32", **attributes: Any
 ) -> jax.Array:
     """Call a handler with one result. Under `vmap`: once by element.
 
@@ -127,7 +128,7 @@ def call(
 def call_many(
     handler: str,
     results: Sequence[jax.ShapeDtypeStruct | jax.Array],
-    *arrays: jax.Array,
+    *arrays: jax.Array | np.ndarray,
     changed: int = 0,
     **attributes: Any,
 ) -> Sequence[jax.Array]:

@@ -74,7 +74,7 @@ def _kind(weight: Any) -> tuple[Any, ...]:
     return (type(weight),) if isinstance(weight, BlockQuantizedWeight) else (weight.dtype,)
 
 
-def _products(used: Array, x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, ...]:
+def _products(used: Array | np.ndarray, x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, ...]:
     x = x.astype(jnp.float32)
     results = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32) for weight in weights]
     handler, arrays = "verax_linear", list[Any]()
@@ -229,7 +229,10 @@ def takes(weight: Any) -> bool:
 
 
 def _product(
-    used: Array, x: Float[Array, "M D"], weight: Float[Array, "F D"] | Quantized, bias: Float[Array, "F"] | None
+    used: Array | np.ndarray,
+    x: Float[Array, "M D"],
+    weight: Float[Array, "F D"] | Quantized,
+    bias: Float[Array, "F"] | None,
 ) -> Float[Array, "M F"]:
     scales, kind = None, 0
     if isinstance(weight, QuantizedWeight):
