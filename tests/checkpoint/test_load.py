@@ -402,6 +402,7 @@ def test_an_array_of_xlas_moves_into_large_pages():
     moved = memory.moved(array)
     np.testing.assert_array_equal(moved, array)
     assert moved.devices() == array.devices()
+    assert not moved.committed  # or programs would be compiled again
     assert moved.dtype == array.dtype
     beside = memory.empty((256, 256), np.dtype("float32"))  # the chunk's next array
     assert moved.unsafe_buffer_pointer() + moved.nbytes == beside.ctypes.data

@@ -137,11 +137,11 @@ class HostMemory:
         return copy
 
     def moved(self, array: jax.Array) -> jax.Array:
-        """An array on a CPU, moved out of XLA's memory, which has small pages; others, and traced ones, unchanged."""
-        devices = [] if isinstance(array, Tracer) else [*array.devices()]
-        if [device.platform for device in devices] != ["cpu"]:
+        """An array on the default device, a CPU, moved out of XLA's memory, which has small pages; others unchanged."""
+        # An array that is put on a device by name is committed to it, for which programs would be compiled again.
+        if isinstance(array, Tracer) or array.committed or next(iter(array.devices())).platform != "cpu":
             return array
-        return jax.device_put(self.copy(np.asarray(array), array.dtype), devices[0])
+        return jax.device_put(self.copy(np.asarray(array), array.dtype))
 
 
 def _large_pages(size: int) -> np.ndarray:
