@@ -114,7 +114,7 @@ def main() -> None:
     if debug:  # wherever it stands: people add it to the end of the line that failed
         arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
     hook, sys.unraisablehook = sys.unraisablehook, _repeat_interrupt
-    # What nohup or the caller has set stays.
+    # Handlers that nohup or the caller has set stay.
     before = {end: signal.signal(end, _end) for end in _ENDS if signal.getsignal(end) is signal.SIG_DFL}
     try:
         status = app(arguments, standalone_mode=False) or 0
@@ -171,7 +171,7 @@ def _repeat_interrupt(dropped: sys.UnraisableHookArgs) -> None:
 
 
 def _device_problem() -> str | None:
-    """What is wrong with JAX's devices, whichever call of JAX met it first; None if they are there."""
+    """Fault of JAX's devices, whichever call of JAX met it first; None if they are there."""
     import jax
 
     try:

@@ -45,7 +45,7 @@ _token_encoder: Any = Deferred("verax.embed.token_encoder")
 _sparse_encoder: Any = Deferred("verax.embed.sparse_encoder")
 
 _WITH_ADAPTERS = ".parametrizations.weight."
-"""What names a weight that has adapters of tasks."""
+"""Part of the name of a weight that has adapters of tasks."""
 _EMBEDDINGS = "_embeddings"
 
 
